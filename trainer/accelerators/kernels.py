@@ -23,6 +23,14 @@ def is_eager(device: torch.device) -> bool:
     return device.type in EAGER
 
 
+def computes_in_chunks(x: Tensor) -> bool:
+    """Whether computing with a chunk of x at a time saves memory; see `is_eager`.
+
+    `is_xla` is asked apart, because plans answer for the tensors that stand in for XLA's.
+    """
+    return is_eager(x.device) and not x.is_xla
+
+
 def has_fast_fp64(device: torch.device) -> bool:
     """Whether summing fp32 numbers in fp64 is as fast as reading them.
 

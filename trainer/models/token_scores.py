@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from trainer.accelerators.kernels import (
     autocast_dtype,
+    computes_in_chunks,
     indexes_fast,
-    is_eager,
     numbers,
     without_autocast,
 )
@@ -79,7 +79,7 @@ class Target:
 
     def chunks(self, vocabulary: int) -> int:
         """Number of chunks for the logits of a vocabulary; 1 is all logits at once."""
-        if not is_eager(self.labels.device):
+        if not computes_in_chunks(self.labels):
             return 1
         positions = max(1, CHUNK_BYTES // (4 * vocabulary))
         return max(1, -(-self.labels.numel() // positions))

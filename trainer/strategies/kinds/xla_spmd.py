@@ -10,6 +10,7 @@ from trainer import accelerators, strategies
 from trainer.accelerators import Accelerator, Precision
 from trainer.accelerators.kinds import cpu, cuda
 from trainer.strategies.world import World
+from trainer.strategies.xla import planned
 from trainer.strategies.xla.spmd import XlaSpmd
 
 
@@ -73,6 +74,9 @@ class Config(strategies.ShardedConfig):
             "steps; within one, XLA reuses memory and recomputes by its own rules, so take "
             "activations, buffers and update as an estimate."
         )
+
+    def planned_operators(self, free: strategies.FreeMemory) -> planned.XlaOperators:
+        return planned.XlaOperators(free, self.flash_attention_from)
 
     def build(self, accelerator: Accelerator, world: World, precision: Precision) -> XlaSpmd:
         return XlaSpmd(
