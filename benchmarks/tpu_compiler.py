@@ -233,6 +233,7 @@ def compile_step(graph: Path, topology: str) -> dict[str, float]:
         "seconds": time.monotonic() - began,
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
+        "peak": memory.peak_memory_in_bytes,
         "needed": memory.argument_size_in_bytes
         + memory.temp_size_in_bytes
         + memory.output_size_in_bytes
@@ -337,21 +338,23 @@ def table(rows: list[tuple[Row, dict[str, Any]]]) -> str:
     """A table of Markdown."""
     lines = [
         "| step | examples of a chip | slice | compiled in s | arguments MiB (plan) "
-        "| needed MiB (plan) | sent MiB (plan) |",
-        "|---|---|---|---|---|---|---|",
+        "| peak MiB (plan) | reported MiB | sent MiB (plan) |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row, found in rows:
         name = " ".join((row.recipe, *row.settings))
         cells = [f"{name}", str(row.examples), row.topology]
         if "error" in found:
             message = re.findall("RESOURCE_EXHAUSTED[^\n]*|[^\n]+", found["error"])[-1]
-            cells += [message[:200], "", "", ""]
+            cells += [message[:200], *[""] * 4]
         else:
             planned = plan(row)
-            cells += [f"{found['seconds']:.0f}"] + [
+            arguments, peak, sent_ = (
                 f"{found[own] / MIB:,.0f} ({planned[other] / MIB:,.0f})"
-                for own, other in (("arguments", "state"), ("needed", "total"), ("sent", "sent"))
-            ]
+                for own, other in (("arguments", "state"), ("peak", "total"), ("sent", "sent"))
+            )
+            reported = f"{found['needed'] / MIB:,.0f}"
+            cells += [f"{found['seconds']:.0f}", arguments, peak, reported, sent_]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
