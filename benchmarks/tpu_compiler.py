@@ -27,10 +27,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from benchmarks import libtpu
 from benchmarks.dataset import VOCAB_SIZE, write_dataset
 
 ROOT = Path(__file__).parents[1]
-CHIPS = {"v5e:2x2": "v5litepod-4", "v5e:4x4": "v5litepod-16", "v6e:2x2": "v6e-4"}
 MIB = 2**20
 
 
@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
     @property
     def chips(self) -> int:
-        return math.prod(map(int, self.topology.split(":")[1].split("x")))
+        return _chips(self.topology)
 
     def overrides(self) -> list[str]:
         """Settings of the run; the batch is one micro-batch."""
@@ -118,7 +118,7 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def measure(row: Row) -> dict[str, Any]:
-    """Dumps and compiles a row in processes of their own, and plans it."""
+    """Dumps and compiles a row, in separate processes."""
     python = os.environ["SAMESTEP_XLA_PYTHON"]
     common = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
     with tempfile.TemporaryDirectory() as folder:
@@ -138,29 +138,20 @@ def measure(row: Row) -> dict[str, Any]:
         )
         if not graph.exists():
             return {"error": f"no graph: {dumped.stderr[-2000:]}"}
-        tpu = {
-            "JAX_PLATFORMS": "cpu",
-            "TPU_LIBRARY_PATH": str(Path(python).parents[1] / "tpu/libtpu/libtpu.so"),
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_ACCELERATOR_TYPE": CHIPS[row.topology],
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "TPU_WORKER_ID": "0",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        }
         compiled = subprocess.run(
             [*command, "--compile", str(graph), row.topology],
-            env=common | tpu,
+            env=common | libtpu.variables(python, row.topology),
             capture_output=True,
             text=True,
         )
     if compiled.returncode:
         return {"error": compiled.stderr[-2000:]}
     found: dict[str, Any] = json.loads(compiled.stdout.splitlines()[-1])
-    return found | {"plan": plan(row)}
+    return found
 
 
 def plan(row: Row) -> dict[str, float]:
-    """GiB of a chip by `samestep plan`, of the state alone and in all."""
+    """Bytes of a chip by `samestep plan`: the state, all at the peak, and sent."""
     file = ROOT / "configs/pretrain" / f"{row.recipe}.yaml"
     done = subprocess.run(
         [
@@ -235,65 +226,24 @@ def dump(row: Row, graph: Path, data: Path, output: Path) -> NoReturn:
 
 def compile_step(graph: Path, topology: str) -> dict[str, float]:
     """What a chip needs for the graph of a step, in bytes."""
-    import numpy as np
-    from jax._src import compiler
-    from jax._src.lib import xla_client
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    options = compiler.get_compile_options(
-        num_replicas=1,
-        num_partitions=len(devices),
-        device_assignment=np.array([[device.id for device in devices]]),
-        use_spmd_partitioning=True,
-    )
-    options.executable_build_options.use_shardy_partitioner = False
-    # As torch-xla compiles.
-    options.executable_build_options.allow_spmd_sharding_propagation_to_output = [True]
     began = time.monotonic()
-    made = devices[0].client.compile(
-        stablehlo(graph.read_bytes()),
-        executable_devices=xla_client.DeviceList(tuple(devices)),
-        compile_options=options,
-    )
+    made = libtpu.compiled(_module(graph.read_bytes()), topology)
     memory = made.get_compiled_memory_stats()
     return {
         "seconds": time.monotonic() - began,
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
+        "peak": memory.peak_memory_in_bytes,
         "needed": memory.argument_size_in_bytes
         + memory.temp_size_in_bytes
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes,
-        "sent": sent(made.hlo_modules()[0].to_string(), len(devices)),
+        "sent": sent(made.hlo_modules()[0].to_string(), _chips(topology)),
     }
 
 
-def stablehlo(proto: bytes) -> bytes:
-    """The module of an HloProto; its donated arguments stay donated."""
-    from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
-    from jaxlib.mlir import ir
-
-    module = _module(proto)
-    head = xla_client._xla.HloModule.from_serialized_hlo_module_proto(module).to_string()
-    found = re.search(r"buffer_donor=\{(.*?)\}, entry", head.partition("\n")[0])
-    donated = [int(each) for each in re.findall(r"\((\d+), \{\}\)", found[1] if found else "")]
-    text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(module))
-    with mlir.make_ir_context():
-        parsed = ir.Module.parse(text)
-        main_ = next(
-            each
-            for each in parsed.body.operations
-            if ir.StringAttr(each.attributes["sym_name"]).value == "main"
-        )
-        # The conversion loses these marks, and the state would count twice.
-        attributes = [{a.name: a.attr for a in ir.DictAttr(each)} for each in main_.arg_attrs]
-        for number in donated:
-            attributes[number]["jax.buffer_donor"] = ir.BoolAttr.get(True)
-        main_.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in attributes])
-        code: bytes = mlir.module_to_bytecode(parsed)
-        return code
+def _chips(topology: str) -> int:
+    return math.prod(map(int, topology.split(":")[1].split("x")))
 
 
 def _module(proto: bytes) -> bytes:
@@ -388,21 +338,23 @@ def table(rows: list[tuple[Row, dict[str, Any]]]) -> str:
     """A table of Markdown."""
     lines = [
         "| step | examples of a chip | slice | compiled in s | arguments MiB (plan) "
-        "| needed MiB (plan) | sent MiB (plan) |",
-        "|---|---|---|---|---|---|---|",
+        "| peak MiB (plan) | reported MiB | sent MiB (plan) |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row, found in rows:
         name = " ".join((row.recipe, *row.settings))
         cells = [f"{name}", str(row.examples), row.topology]
         if "error" in found:
             message = re.findall("RESOURCE_EXHAUSTED[^\n]*|[^\n]+", found["error"])[-1]
-            cells += [message[:200], "", "", ""]
+            cells += [message[:200], *[""] * 4]
         else:
-            planned = found["plan"]
-            cells += [f"{found['seconds']:.0f}"] + [
+            planned = plan(row)
+            arguments, peak, sent_ = (
                 f"{found[own] / MIB:,.0f} ({planned[other] / MIB:,.0f})"
-                for own, other in (("arguments", "state"), ("needed", "total"), ("sent", "sent"))
-            ]
+                for own, other in (("arguments", "state"), ("peak", "total"), ("sent", "sent"))
+            )
+            reported = f"{found['needed'] / MIB:,.0f}"
+            cells += [f"{found['seconds']:.0f}", arguments, peak, reported, sent_]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

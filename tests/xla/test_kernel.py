@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import libtpu
 from tests.xla.conftest import PYTHON, XLA, Work, Xla, reports
 
 CALLS = [
@@ -32,8 +33,8 @@ def test_it_is_attention(xla: Xla) -> None:
 @pytest.mark.timeout(600)
 def test_the_compiler_of_tpus_takes_it(xla: Xla) -> None:
     """Of the version that TPU images pin; a newer JAX may write what it cannot read."""
-    library = Path(PYTHON or "").parents[1] / "tpu/libtpu/libtpu.so"
-    done = xla("tests.xla.tpu_compiler", json.dumps(CALLS), TPU_LIBRARY_PATH=str(library))
+    variables = libtpu.variables(str(PYTHON), "v5e:2x2")
+    done = xla("tests.xla.tpu_compiler", json.dumps(CALLS), **variables)
     assert done.returncode == 0, done.stderr[-4000:]
     kernels = [[["tpu_custom_call"], ["tpu_custom_call"] * 2]]
     assert [each["calls"] for each in reports(done.stdout)] == kernels * len(CALLS)

@@ -4,6 +4,7 @@ CPU.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from samestep.config import read_tree
 from samestep.errors import EXIT_PREEMPTED
 from tests.backend_files import TPU, small
 from tests.integration.commands import Samestep, losses
-from tests.xla.conftest import PYTHON, XLA, Work, Xla, environment
+from tests.xla.conftest import PYTHON, XLA, Work, Xla, environment, reports
 
 RELATIVE = 1e-4
 SAVED, STEPS = 5, 35
@@ -377,3 +378,21 @@ def test_the_experiments_of_tpus_start(
     done = xla("samestep.cli", "train", file, f"output={tmp_path / 'run'}", *settings)
     assert done.returncode == 0, done.stderr[-4000:]
     assert len(losses(tmp_path / "run")) == 2
+
+
+def test_selected_positions_are_a_product_unless_they_are_many(xla: Xla) -> None:
+    """torch-xla would gather each number by itself, and sort all of them for the gradient.
+
+    The product is exact under autocast, and with two positions that are the same. The 0/1 matrix
+    may not be larger than the hidden states.
+    """
+    sizes = [[5, 32, 8], [8, 32, 8], [9, 32, 8]]  # positions, length, width
+    done = xla("tests.xla.taken_positions", json.dumps(sizes))
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = reports(done.stdout)
+    assert [each["operations"] for each in found[:2]] == [["dot"]] * 2
+    assert "gather" in found[2]["operations"]
+    assert "dot" not in found[2]["operations"]
+    for taken, gradient in (each["errors"] for each in found):
+        assert taken == 0
+        assert gradient < 1e-6

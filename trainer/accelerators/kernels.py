@@ -10,6 +10,7 @@ from torch import Tensor
 
 EAGER = ("cpu", "cuda")
 """Types of devices that compute each operation when it is called."""
+_BLOCK = 1024
 
 
 def is_eager(device: torch.device) -> bool:
@@ -20,6 +21,14 @@ def is_eager(device: torch.device) -> bool:
     to step must be a tensor, and a compiler assigns memory.
     """
     return device.type in EAGER
+
+
+def computes_in_chunks(x: Tensor) -> bool:
+    """Whether computing with a chunk of x at a time saves memory; see `is_eager`.
+
+    `is_xla` is asked apart, because plans answer for the tensors that stand in for XLA's.
+    """
+    return is_eager(x.device) and not x.is_xla
 
 
 def has_fast_fp64(device: torch.device) -> bool:
@@ -42,6 +51,29 @@ def product_multiple(device: torch.device) -> int:
 def adds_rows_in_order(device: torch.device) -> bool:
     """Whether `index_add_` sums rows in the same order each time; on GPUs it uses atomics."""
     return device.type != "cuda"
+
+
+def indexes_fast(device: torch.device) -> bool:
+    """Whether gathers and scatters along one dimension read and write only what they select.
+
+    torch-xla lowers `take_along_dim` to an index for each number, and its gradient to a sort of all
+    of them, with 12 KB of memory traffic for each on a TPU v5e; a scatter copies the whole tensor
+    into another layout and back. Comparing with all indices is one fused pass.
+    """
+    return device.type != "xla"
+
+
+def numbers(count: int, device: torch.device) -> Tensor:
+    """Counts from 0: int32 [count].
+
+    torch-xla writes every number of `torch.arange` into the graph, in each micro-batch. This way
+    these are few: 2,500 are the first of 3 * 1,024, [[0], [1024], [2048]] + [0, 1, ..., 1023].
+    """
+    if is_eager(device) or count <= _BLOCK:
+        return torch.arange(count, dtype=torch.int32, device=device)
+    first = torch.arange(0, count, _BLOCK, dtype=torch.int32, device=device)
+    rest = torch.arange(_BLOCK, dtype=torch.int32, device=device)
+    return (first[:, None] + rest).flatten()[:count]
 
 
 def fuses_trained_bias(bias: Tensor) -> bool:

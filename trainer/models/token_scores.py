@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.accelerators.kernels import autocast_dtype, is_eager, without_autocast
+from trainer.accelerators.kernels import (
+    autocast_dtype,
+    computes_in_chunks,
+    indexes_fast,
+    numbers,
+    without_autocast,
+)
 
 CHUNK_BYTES = 2**29
 """The most float32 logits that are computed at once: of 4,397 positions with 30,522 tokens.
@@ -73,7 +79,7 @@ class Target:
 
     def chunks(self, vocabulary: int) -> int:
         """Number of chunks for the logits of a vocabulary; 1 is all logits at once."""
-        if not is_eager(self.labels.device):
+        if not computes_in_chunks(self.labels):
             return 1
         positions = max(1, CHUNK_BYTES // (4 * vocabulary))
         return max(1, -(-self.labels.numel() // positions))
@@ -231,7 +237,10 @@ def exponentiate_(logits: Tensor, labels: Tensor) -> Softmax:
     """Replaces float32 logits [N, V] by their exponentials, of which the highest of a row is 1."""
     highest = logits.amax(-1, keepdim=True)
     # Taken before the next line replaces the logits by exponentials.
-    labeled = logits.gather(-1, labels[:, None])
+    if indexes_fast(logits.device):
+        labeled = logits.gather(-1, labels[:, None])
+    else:
+        labeled = torch.where(_is_label(logits, labels), logits, 0).sum(-1, keepdim=True)
     total = logits.sub_(highest).clamp_(min=_LEAST).exp_().sum(-1, keepdim=True)
     log_total = total.log()
     nll, log_z = log_total + (highest - labeled), log_total + highest
@@ -248,7 +257,14 @@ def differentiate_(
     """
     # d nll / d logits = softmax - one_hot(label), and d log(Z) / d logits = softmax.
     softmax = exponentials.mul_((grad + grad_log_z)[:, None] / total)
-    return softmax.scatter_add_(-1, labels[:, None], -grad[:, None])
+    if indexes_fast(softmax.device):
+        return softmax.scatter_add_(-1, labels[:, None], -grad[:, None])
+    return softmax.sub_(torch.where(_is_label(softmax, labels), grad[:, None], 0))
+
+
+def _is_label(logits: Tensor, labels: Tensor) -> Tensor:
+    """Whether an element of [N, V] is the label's: bool [N, V]."""
+    return labels[:, None] == numbers(logits.shape[-1], logits.device)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -27,6 +27,7 @@ BuildOptimizer: TypeAlias = Callable[[Iterable[tuple[str, nn.Parameter]]], torch
 InitialValues: TypeAlias = Callable[[str, int, int], Tensor]
 """(parameter name, start, stop) -> elements [start, stop) of the flattened whole parameter, fp32.
 """
+FreeMemory: TypeAlias = Callable[[], AbstractContextManager[object]]
 Reduction: TypeAlias = Literal["sum", "mean", "max"]
 
 
@@ -107,6 +108,17 @@ class Config(ABC):
     def plan_note(self) -> str:
         """A note about this strategy for readers of the plan; may be empty."""
         return ""
+
+    def planned_operators(self, free: FreeMemory) -> AbstractContextManager[object] | None:
+        """Lets operators on the CPU hold the memory that they hold under this strategy, for plans.
+
+        Args:
+            free: tensors that are made in this context do not count.
+
+        Returns:
+            None if the accelerator's operators hold it.
+        """
+        return None
 
 
 @dataclass(frozen=True)

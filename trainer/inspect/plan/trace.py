@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
@@ -98,7 +98,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, existing: Iterable[Tensor] = (), copied: Mapping[Tensor, int] = MappingProxyType({})
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live, self.peaks = [0, 0, 0], [0, 0, 0]
+        self.live, self.peaks, self._is_paused = [0, 0, 0], [0, 0, 0], False
         # Storages, not tensors: a view has the storage of its base.
         self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in existing)
         self._kinds = weakref.WeakKeyDictionary(
@@ -124,13 +124,22 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Views and in-place operators return a known storage.
             if storage not in self._known:
                 self._known.add(storage)
-                nbytes = storage.nbytes()
+                nbytes = 0 if self._is_paused else storage.nbytes()
                 self.live[kind] += nbytes
                 # Python frees a fake tensor when the real one would be freed.
                 weakref.finalize(storage, self._free, kind, nbytes)
                 # Of [a, b, c], the peaks of a, a + b and a + b + c.
                 self.peaks = list(map(max, self.peaks, accumulate(self.live)))
         return outputs
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Does not count the tensors that are made meanwhile."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def _free(self, kind: int, nbytes: int) -> None:
         self.live[kind] -= nbytes
@@ -153,7 +162,7 @@ class Step:
 
     def __init__(self, experiment: Experiment, on_cpu: bool) -> None:
         self._precision: Precision = experiment.training.precision
-        self._on_cpu = on_cpu
+        self._on_cpu, self._strategy = on_cpu, experiment.strategy
         self._fake = FakeTensorMode()
         self.teacher: Model | None = None
         with self._fake:
@@ -280,9 +289,11 @@ class Step:
                 for name, column in example.items()
             }
             totals = {name: torch.empty(()) for name in objective.weights(example)}
-            kernels: AbstractContextManager[object] = (
-                nullcontext() if self._on_cpu else GpuAttention()
-            )
+            kernels = None
+            if isinstance(mode, LiveBytes):
+                kernels = self._strategy.planned_operators(mode.paused)
+            if kernels is None:
+                kernels = nullcontext() if self._on_cpu else GpuAttention()
             # The fake tensors are on the CPU, whatever device the run is planned for.
             dtype, enabled = DTYPES[self._precision], self._precision != "fp32"
             try:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trainer.accelerators.kernels import numbers
+
 _MIX_1 = 0x7FEB352D
 _MIX_2 = 0x846CA68B - 2**32
 _GOLDEN = 0x9E3779B9 - 2**32
@@ -59,7 +61,7 @@ def dropout(x: Tensor, p: float, key: Tensor | None, positions: Tensor | None = 
     if key is None or _threshold(p) == -(2**31):
         return x
     if positions is None:
-        place = torch.arange(x.shape[1:].numel(), dtype=torch.int32, device=x.device)
+        place = numbers(x.shape[1:].numel(), x.device)
     else:
         width = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
         place = (positions.int()[..., None] * x.shape[-1] + width).flatten(1)

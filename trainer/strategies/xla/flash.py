@@ -25,12 +25,24 @@ if TYPE_CHECKING:
 
 _PLATFORM = "tpu"
 _BLOCKS = (512, 384, 256, 128)  # positions; the kernel supports only multiples of 128
-_LANES = 128  # per vector of a chip; a head must be narrower, or a multiple
+LANES = 128  # per vector of a chip; a head must be narrower, or a multiple
 
 
 def usable(accelerator: XlaAccelerator) -> bool:
     """Whether the devices can run the kernel, and JAX is installed to build it."""
     return accelerator.platform == "tpu" and version_of("jax") is not None
+
+
+def fits(query: Tensor, key: Tensor, shortest: int) -> bool:
+    """Whether the kernel supports these inputs, [B, H, S, K], of at least `shortest` positions."""
+    length, width = query.shape[2:]
+    return (
+        query.shape == key.shape
+        and query.dtype == torch.bfloat16
+        and length >= shortest
+        and length % _BLOCKS[-1] == 0
+        and (width < LANES or width % LANES == 0)
+    )
 
 
 class FlashAttention:
@@ -60,15 +72,9 @@ class FlashAttention:
                 replaced function.
         """
         segments = attn_mask if attn_mask is not None and attn_mask.dtype == torch.int32 else None
-        _, _, length, width = query.shape
-        alike = query.shape == key.shape and query.dtype == torch.bfloat16
-        fits = (
-            length >= self._shortest
-            and length % _BLOCKS[-1] == 0
-            and (width < _LANES or width % _LANES == 0)
-        )
         # A mask that is no segments, such as a bias, is left to XLA.
-        if alike and fits and attn_mask is segments:
+        if attn_mask is segments and fits(query, key, self._shortest):
+            width = query.shape[-1]
             factor = width**-0.5 if scale is None else scale
             call = _Call(tuple(query.shape), segments is not None, is_causal, factor, self._mesh)
             return _operation()(query, key, value, segments, _register(call))[0]

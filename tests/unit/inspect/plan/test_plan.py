@@ -232,7 +232,7 @@ def test_what_a_plan_says_of_tpus_is_said(samestep: Samestep, experiment_file: s
     settings = ("accelerator=xla", "strategy={kind: xla_spmd, replicas: 4}", "model.layers=1")
     result = samestep("plan", experiment_file, "--devices", 8, "--strategy", "hsdp", *settings)
     assert result.code == 0, result.err
-    assert "TPUs under XLA: the row of fsdp (or hsdp, with replicas)" in " ".join(
+    assert "TPUs under XLA: take the row of fsdp (or hsdp, with replicas)" in " ".join(
         result.out.split()
     )
 

@@ -228,3 +228,49 @@ def test_fused_attention_is_planned_without_triton(
     step, unfused, fused = activations(experiment_file)
     assert step.fuses_attention
     assert fused.bare < unfused.bare
+
+
+def _on_tpus(file: str, *overrides: str, rows: int = 2) -> Activations:
+    settings = [*LONG, "accelerator=xla", "training.precision=bf16", *overrides]
+    experiment = load(Experiment, file, settings)
+    objective = experiment.objective.build(stand_in(experiment.model.vocab_size))
+    columns = example(experiment, objective, experiment.resolved_phases()[0])
+    return Step(experiment, on_cpu=False).activations(objective, columns, rows)
+
+
+def test_layer_norms_keep_their_output_under_xla(experiment_file: str) -> None:
+    """For the gradient of their weight."""
+    on_gpu, on_tpus = (
+        _on_tpus(experiment_file, f"strategy={each}") for each in ("fsdp", "xla_spmd")
+    )
+    experiment = load(Experiment, experiment_file, LONG)
+    hidden = 2 * 512 * experiment.model.width * 4
+    norms = 2 * experiment.model.layers
+    # The last layer has few positions, but the embeddings and the head have norms, too.
+    assert (norms - 2) * hidden < on_tpus.saved - on_gpu.saved < (norms + 2) * hidden
+
+
+def test_the_kernel_of_tpus_is_planned_from_its_length_on(experiment_file: str) -> None:
+    model = LONG[2].replace("attention_dropout: 0.1", "attention_dropout: 0.0")
+    without, with_kernel = (
+        _on_tpus(experiment_file, model, f"strategy={{kind: xla_spmd, flash_attention_from: {n}}}")
+        for n in ("null", "512")
+    )
+    experiment = load(Experiment, experiment_file, [*LONG, model])
+    heads, kernels = experiment.model.heads, experiment.model.layers - 1
+    # A layer with the kernel keeps no probabilities, but pads queries, keys, values and outputs.
+    scores = 2 * heads * 512 * 512 * 2
+    padded = 4 * 2 * heads * 512 * 128 * 2
+    saved = without.saved - with_kernel.saved
+    assert kernels * (scores - padded) < saved < kernels * scores
+
+
+def test_logits_are_whole_and_in_16_bits_under_xla(experiment_file: str) -> None:
+    """The peak grows by them, and by nothing in fp32."""
+    peaks = [
+        _on_tpus(experiment_file, "strategy=xla_spmd", f"model.vocab_size={size}", rows=64).bare
+        for size in (200_000, 400_000)
+    ]
+    predictions = 64 * round(0.15 * 512)
+    logits = 2 * predictions * 200_000
+    assert 0.9 * logits < peaks[1] - peaks[0] < 1.3 * logits
