@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -46,6 +46,9 @@ from trainer.training.passes import Loader
 from trainer.training.phase_loaders import PhaseLoaders
 from trainer.training.phases import Phase, examples_after, without_probe
 from trainer.training.start_record import start_of
+
+if TYPE_CHECKING:
+    from data_pipeline.reading.corruption import Announcements
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +131,13 @@ def build_trainer(
     )
 
     def opener(experiment: Experiment) -> Callable[..., Loader]:
-        return partial(open_loader, experiment, dataset, strategy.replica, largest=strategy.largest)
+        return partial(
+            open_loader,
+            experiment,
+            dataset,
+            strategy.replica,
+            announcements=strategy.announcements,
+        )
 
     # The memory must be enough for the widest batch. Without grouping, all are that wide.
     open_widest = opener(replace(experiment, data=replace(experiment.data, group_by_length=None)))
@@ -137,13 +146,17 @@ def build_trainer(
         for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True)
     )
     description["micro_batch_sizes"] = [phase.micro_batch_size for phase in phases]
+    data = experiment.data
+    if strategy.accelerator.runs_behind and strategy.world.size > 1:
+        # All ranks know of an error ahead a step later than on CPUs: see `StopRequest`.
+        data = replace(data, prefetch=data.prefetch + 1)
     trainer = Trainer(
         experiment.training,
         model=model,
         optimizer=optimizer,
         objectives=objectives,
         strategy=strategy,
-        loaders=PhaseLoaders(phases, opener(experiment)),
+        loaders=PhaseLoaders(phases, opener(replace(experiment, data=data))),
         checkpoints=Checkpoints(checkpointer, snapshots),
         description=description,
     )
@@ -357,7 +370,7 @@ def open_loader(
     replica: Replica,
     phase: Phase,
     split: str = "train",
-    largest: Callable[[int], int] = int,
+    announcements: Callable[[int], Announcements] | None = None,
 ) -> StreamingLoader:
     """Opens the batches of a split: endless for training, a single pass for held-out documents.
 
@@ -383,7 +396,7 @@ def open_loader(
         BatchLayout(phase.global_batch_size, size, replica, experiment.training.is_bitwise),
         pack_spec=spec,
         collate=objective.collate,
-        largest=largest,
+        announcements=announcements,
     )
 
 

@@ -34,6 +34,20 @@ class Gradients(NamedTuple):
     norm: Tensor
 
 
+class Passenger(Protocol):
+    """A number of each rank, summed in the all-reduce of a step's weights."""
+
+    def send(self) -> float:
+        """This rank's number."""
+
+    def receive(self, total: Callable[[], float], late: bool) -> None:
+        """Takes the sum over all ranks, which `total` waits for.
+
+        Args:
+            late: whether to call `total` after the next step has begun: the device is behind.
+        """
+
+
 class Loader(Protocol):
     """An iterable over steps; its state is the position of the consumer, not of the prefetcher.
 
@@ -78,14 +92,16 @@ def accumulate_gradients(
     strategy: Strategy,
     micro_batches: MicroBatches,
     end_section: Callable[[str], None] = lambda section: None,
+    passenger: Passenger | None = None,
 ) -> list[Metrics]:
     """Adds the gradients of a step to the parameters; returns the metrics of each micro-batch.
 
     Args:
         model: as `strategy.prepare` returns it.
         end_section: records the time since the last call under a section's name.
+        passenger: a number to sum over all ranks; all ranks give one, or none does.
     """
-    totals = global_weights(objective, strategy, micro_batches)
+    totals = global_weights(objective, strategy, micro_batches, passenger)
     end_section("waiting")
     columns = global_columns(model, objective, strategy, micro_batches)
     metrics = []
@@ -134,7 +150,10 @@ def loss_and_norm(gradients: Gradients, strategy: Strategy) -> tuple[float, floa
 
 
 def global_weights(
-    objective: Objective, strategy: Strategy, micro_batches: MicroBatches
+    objective: Objective,
+    strategy: Strategy,
+    micro_batches: MicroBatches,
+    passenger: Passenger | None = None,
 ) -> dict[str, Tensor]:
     """Sums each loss term's weight over the global batch, before any forward pass.
 
@@ -147,9 +166,10 @@ def global_weights(
         from trainer.partition import exact
 
         each = torch.tensor(by_term, dtype=torch.float64)  # [terms, micro-batches]
-        totals = exact.total(strategy.all_reduce(exact.split_metric(each).sum(2)))
+        totals = exact.total(_summed(exact.split_metric(each).sum(2), strategy, passenger))
     else:
-        totals = strategy.all_reduce(torch.tensor(list(map(sum, by_term)), dtype=torch.float64))
+        own = torch.tensor(list(map(sum, by_term)), dtype=torch.float64)
+        totals = _summed(own, strategy, passenger)
     # 1 where nothing is predicted, as in a tiny batch of words too long to mask: the loss is 0
     # instead of 0 / 0.
     totals = (
@@ -158,6 +178,18 @@ def global_weights(
         .to(strategy.accelerator.device, non_blocking=True)
     )
     return dict(zip(weights[0], totals, strict=True))
+
+
+def _summed(own: Tensor, strategy: Strategy, passenger: Passenger | None) -> Tensor:
+    """Sums a host tensor of fp64 over all replicas, and a passenger's number with it."""
+    if passenger is None:
+        return strategy.all_reduce(own)
+    # Behind the weights: [3 predictions, 1 pair] and the flag 0 travel as [3, 1, 0].
+    message = torch.cat((own.flatten(), own.new_tensor([passenger.send()])))
+    summed = strategy.all_reduce(message)
+    accelerator = strategy.accelerator
+    passenger.receive(accelerator.read_later(summed[-1]), accelerator.runs_behind)
+    return summed[:-1].view(own.shape)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,12 +20,15 @@ from trainer.training.experiment import Experiment
 from trainer.training.observers import probes
 from trainer.training.observers.settings import Probe
 
+if TYPE_CHECKING:
+    from data_pipeline.reading.corruption import Announcements
+
 
 def build_probes(
     experiment: Experiment,
     dataset: AnyDataset,
     replica: Replica,
-    largest: Callable[[int], int] = int,
+    announcements: Callable[[int], Announcements] | None = None,
 ) -> dict[str, probes.ProbeReader]:
     """Builds the probes of a run by name.
 
@@ -46,7 +50,9 @@ def build_probes(
         objective = probes.build_objective(probed)
         check_dataset(probed, objective, config.sequence_length)
         probes.check(name, config, probed, dataset, experiment.model, model)
-        open_split = partial(_open_probed, experiment, data, probed, objective, replica, largest)
+        open_split = partial(
+            _open_probed, experiment, data, probed, objective, replica, announcements
+        )
         for split in ("train", "heldout"):
             open_split(split).close()  # an error now, rather than at the first score
         found[name] = probes.ProbeReader(config, experiment.model, open_split)
@@ -74,7 +80,7 @@ def _open_probed(
     dataset: AnyDataset,
     objective: Objective,
     replica: Replica,
-    largest: Callable[[int], int],
+    announcements: Callable[[int], Announcements] | None,
     split: str,
 ) -> StreamingLoader:
     """Opens the rows of a probe, in their order, for a single pass."""
@@ -85,5 +91,5 @@ def _open_probed(
         BatchLayout(probes.batch_size(replica), probes.MICRO_BATCH, replica),
         pack_spec=objective.pack_spec(data.sequence_length),
         collate=objective.collate,
-        largest=largest,
+        announcements=announcements,
     )
