@@ -78,11 +78,16 @@ class World:
         """Joins the rendezvous that the launcher's environment (RANK, WORLD_SIZE, ...) describes.
 
         Raises:
-            LaunchError: not all processes have joined in time, or the environment is incomplete.
+            LaunchError: not all processes have joined in time, the environment is incomplete, or
+                the process of the store may not open enough files.
         """
         timeout = timedelta(seconds=timeout_seconds)
-        if launcher_rank() is None:
+        if (own := launcher_rank()) is None:
             return cls(0, 1, None, timeout)
+        from trainer.strategies.neighbor import allow_world
+
+        if problem := allow_world(own, number("WORLD_SIZE", 1)):
+            raise LaunchError(problem)
         _check_route()
         with _explained(), _reported_wait():
             store, rank, size = next(rendezvous("env://", timeout=timeout))
@@ -131,7 +136,8 @@ class World:
             device: of the accelerator, to connect at once; None connects in the first collective.
 
         Raises:
-            LaunchError: the processes would use different back-ends.
+            LaunchError: the processes would use different back-ends, or gloo, which connects each
+                rank to all others, more files than they may open.
             ConnectError: they cannot connect to each other.
         """
         with _explained():
@@ -143,6 +149,8 @@ class World:
                     f"{first}, because they found different hardware. Check this node's devices "
                     "and driver, or set accelerator=cpu."
                 )
+            if problem := self._too_few_files(backend):
+                raise LaunchError(problem)
             store.set(_ready(self.rank), "")
             self._connecting.set()
             try:
@@ -161,6 +169,14 @@ class World:
                 self._connecting.clear()
         if device is not None:
             self._devices.append(device)
+
+    def _too_few_files(self, backend: str) -> str:
+        """Says that gloo would open more sockets than this process may have; else ""."""
+        if backend != "gloo" or self.store is None:
+            return ""
+        from trainer.strategies.neighbor import allow_ranks
+
+        return allow_ranks(self.size, "connects to all ranks", fewest=1)
 
     def new_group(
         self, ranks: Sequence[int] | None = None, backend: str | None = None
