@@ -48,6 +48,7 @@ _SMALL = ("model.vocab_size=128", "model.layers=2", "model.width=32", "model.ffn
 _THREADS = 32  # of clients of the store
 _BLOCKS = 10  # that ranks announce
 _TIMEOUT = timedelta(minutes=5)
+_SETTLED_SECONDS = 15.0
 _CPU = torch.profiler.ProfilerActivity.CPU
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["benchmarks.scale_ranks", "torch._dynamo"])
@@ -132,6 +133,16 @@ def _sockets() -> int:
     return found
 
 
+def _settled() -> int:
+    """The number of sockets when it has not changed for a while: threads still connect."""
+    found, since = _sockets(), time.monotonic()
+    while time.monotonic() < since + _SETTLED_SECONDS:
+        time.sleep(0.5)
+        if (now := _sockets()) != found:
+            found, since = now, time.monotonic()
+    return found
+
+
 def _start(pipe: Connection, rank: int, ranks: int, port: int) -> None:
     """Starts as a rank of a run, takes two steps, and sends what it has opened."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
@@ -146,10 +157,8 @@ def _start(pipe: Connection, rank: int, ranks: int, port: int) -> None:
     strategy = ddp.Config().build(CpuAccelerator(), started, "fp32")
     with tempfile.TemporaryDirectory() as folder, Heartbeat(world, 600.0, Path(folder), print):
         collectives = _step(strategy)
-        time.sleep(3.0)  # until all watch their neighbors
-        dist.barrier()
-        pipe.send((_sockets() - before, store.requests, collectives))
-    signal.pause()  # until all have been counted
+        pipe.send((_settled() - before, store.requests, collectives))
+        signal.pause()  # until all have been counted
 
 
 def starts_of(ranks: int) -> Figures:

@@ -9,21 +9,26 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from samestep import log
+from samestep.config import load
 from samestep.errors import EXIT_PREEMPTED, EXIT_REGROUP, ConfigError
 from tests.processes import run_ranks
 from trainer.accelerators.kinds.cpu import CpuAccelerator
 from trainer.checkpoint.manager import Checkpointer
 from trainer.strategies.kinds.ddp import DataParallel
 from trainer.strategies.world import World
+from trainer.training.experiment import Experiment
 from trainer.training.passes import global_weights
 from trainer.training.preemption import TOGETHER_SECONDS, Config, StopRequest
+from trainer.training.run import train
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP])
@@ -161,7 +166,29 @@ def collectives_of(world: World) -> Iterator[list[str]]:
         for event in profile.events()
         if event.name.startswith("gloo:")
     ]
-    assert len(torch.distributed.distributed_c10d._world.pg_map) == 1
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+
+
+@pytest.mark.parametrize("on_corrupt", ["stop", "skip"])
+def test_a_run_creates_no_group_of_its_own(
+    experiment_file: str, tmp_path: Path, on_corrupt: str
+) -> None:
+    """One of gloo connects each rank to all others: 523,776 connections of 1,024 ranks."""
+    settings = [f"output={tmp_path / 'run'}", f"data.on_corrupt={on_corrupt}", "strategy=ddp"]
+    assert run_ranks(2, groups_of_a_run, experiment_file, settings) == [(0, []), (0, [])]
+
+
+def groups_of_a_run(file: str, settings: list[str]) -> tuple[int, list[str]]:
+    created: list[str] = []
+    new_group = dist.new_group
+
+    def noted(*arguments: Any) -> Any:
+        created.append(str(arguments))
+        return new_group(*arguments)
+
+    dist.new_group = noted
+    settings = [*settings, "training.steps=4", "schedule.warmup_steps=1"]
+    return train(load(Experiment, file, settings)), created
 
 
 def ask(stop: StopRequest) -> None:
