@@ -71,7 +71,7 @@ def _step(strategy: Strategy) -> int:
         stop.join(strategy.world)
         for number in range(2):
             with torch.profiler.profile(activities=[_CPU]) as profile:
-                accumulate_gradients(model, objective, strategy, [batch], passenger=stop)
+                accumulate_gradients(model, objective, strategy, [batch], stop=stop)
                 strategy.step(optimizer, strategy.clip_grad_norm(1.0))
             assert not stop.decide(number)
             optimizer.zero_grad()

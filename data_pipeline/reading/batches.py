@@ -89,13 +89,7 @@ class BatchLayout:
 
 
 class Plan(NamedTuple):
-    """A block of consecutive steps to make.
-
-    Attributes:
-        number: of the block, the same on all replicas.
-        starts: the first example of each step.
-        excluded, corrupt: what to skip.
-    """
+    """A block to make: its number, the first example of each step, and what to skip."""
 
     number: int
     starts: list[int]

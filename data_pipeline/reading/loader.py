@@ -112,8 +112,7 @@ class StreamingLoader:
         pack_spec: the objective's, for `config.sequence_length`.
         collate: the objective's; makes the arrays of a micro-batch from its examples and their
             `sequence_length`.
-        announcements: opens the replicas' announcements, given the number of blocks made ahead, if
-            `config.on_corrupt` is skip. None: there is one replica.
+        announcements: of the replicas, if `config.on_corrupt` is skip; None: of this one alone.
 
     Raises:
         ConfigError: fewer examples in the split than lanes, or more shards to read at a time than
@@ -130,7 +129,7 @@ class StreamingLoader:
         *,
         pack_spec: PackSpec,
         collate: Callable[[Examples, int], Batch],
-        announcements: Callable[[int], Announcements] | None = None,
+        announcements: Announcements | None = None,
     ) -> None:
         self._named = named = sources_of(dataset, order.split, order.finite)
         self._order, self._batch_size = order, layout.global_batch_size
@@ -141,8 +140,7 @@ class StreamingLoader:
         if config.on_corrupt == "skip":
             from data_pipeline.reading.corruption import OwnAnnouncements
 
-            ahead = config.prefetch if config.threads else 0
-            self._announcements = announcements(ahead) if announcements else OwnAnnouncements()
+            self._announcements = announcements or OwnAnnouncements()
         self._packed = ConcatSplit(named, order.split, pack_spec, config.packing, order.seed)
         self.sources, self.micro_batches = self._packed.sizes, layout.micro_batches
         if self._group is not None:

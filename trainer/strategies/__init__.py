@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,6 @@ from trainer.partition import flat_start, local_parts, whole_norms
 from trainer.strategies.world import World
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
-    from trainer.strategies.announcements import Announcements
     from trainer.strategies.loss_scale import LossScale
 
 BuildOptimizer: TypeAlias = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -179,7 +176,6 @@ class Strategy(ABC):
             from trainer.strategies.loss_scale import LossScale
 
             self.loss_scale = LossScale(accelerator.device, self.replica.count)
-        self._loaders, self._writer = 0, cast("Store | None", None)  # see `_announcements`
 
     def prepare(
         self, model: nn.Module, build_optimizer: BuildOptimizer, initial_values: InitialValues
@@ -338,23 +334,3 @@ class Strategy(ABC):
 
     def from_host(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Updates the state after the results of `to_host` for it were overwritten."""
-
-    @property
-    def announcements(self) -> Callable[[int], Announcements] | None:
-        """Opens the replicas' announcements about the blocks of a loader; None for one replica."""
-        return None if self.replica.count == 1 else self._announcements
-
-    def _announcements(self, ahead: int) -> Announcements:
-        """Opens the announcements of the next loader. All replicas open loaders in one order.
-
-        Args:
-            ahead: number of blocks that a loader makes before it needs them.
-        """
-        from trainer.strategies.announcements import Announcements
-
-        store = self.world.store
-        assert store is not None, "a single replica has nobody to tell"
-        if self._writer is None:
-            self._writer = store.clone()  # type: ignore[attr-defined]
-        self._loaders += 1
-        return Announcements(store, self._writer, f"loader {self._loaders}", self.world.size, ahead)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from trainer.strategies.world import World
+
 
 class Announcements:
     """The largest of all ranks' numbers for each block, counted by the store.
@@ -49,3 +51,17 @@ class Announcements:
     def largest(self, block: int) -> int:
         """The largest number that a rank has announced for a block; waits until all have."""
         return int(self._results.get(f"{block}/largest"))
+
+
+def open_announcements(world: World, ahead: int) -> Announcements:
+    """Opens the announcements of a loader. All ranks open their loaders in one order.
+
+    Args:
+        ahead: number of blocks that the loader makes before it needs them.
+    """
+    assert world.store is not None
+    # One more connection, for all loaders.
+    first = world.announcing[0] if world.announcing else world.store.clone()  # type: ignore[attr-defined]
+    world.announcing.append(first)
+    name = f"loader {len(world.announcing)}"
+    return Announcements(world.store, first, name, world.size, ahead)

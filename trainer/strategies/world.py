@@ -35,7 +35,9 @@ from samestep.stored_json import JsonError, parse_json
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from data_pipeline.reading.config import Config as DataConfig
     from trainer.strategies.agreement import Facts
+    from trainer.strategies.announcements import Announcements
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +63,14 @@ class World:
         size: number of ranks.
         store: the key-value store of all ranks; None for a single process without a launcher.
         timeout: for the rendezvous and for each collective.
+        announcing: connections to the store, see `announcements`.
     """
 
     rank: int
     size: int
     store: Store | None
     timeout: timedelta
+    announcing: list[Store] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
     _watchers: list[threading.Thread] = field(default_factory=list)
     _devices: list[torch.device] = field(default_factory=list)  # once they are connected
@@ -82,13 +86,9 @@ class World:
                 the process of the store may not open enough files.
         """
         timeout = timedelta(seconds=timeout_seconds)
-        if (own := launcher_rank()) is None:
+        if launcher_rank() is None:
             return cls(0, 1, None, timeout)
-        from trainer.strategies.neighbor import allow_world
-
-        if problem := allow_world(own, number("WORLD_SIZE", 1)):
-            raise LaunchError(problem)
-        _check_route()
+        _check_limit_and_route()
         with _explained(), _reported_wait():
             store, rank, size = next(rendezvous("env://", timeout=timeout))
             store.set(_here(rank), "")
@@ -149,8 +149,11 @@ class World:
                     f"{first}, because they found different hardware. Check this node's devices "
                     "and driver, or set accelerator=cpu."
                 )
-            if problem := self._too_few_files(backend):
-                raise LaunchError(problem)
+            if backend == "gloo" and self.size > 1:
+                from trainer.strategies.neighbor import allow_ranks
+
+                if problem := allow_ranks(self.size, "connects to all ranks", fewest=1):
+                    raise LaunchError(problem)
             store.set(_ready(self.rank), "")
             self._connecting.set()
             try:
@@ -170,13 +173,13 @@ class World:
         if device is not None:
             self._devices.append(device)
 
-    def _too_few_files(self, backend: str) -> str:
-        """Says that gloo would open more sockets than this process may have; else ""."""
-        if backend != "gloo" or self.store is None:
-            return ""
-        from trainer.strategies.neighbor import allow_ranks
+    def announcements(self, data: DataConfig) -> Announcements | None:
+        """Opens the ranks' announcements about blocks of the next loader; None if it needs none."""
+        if data.on_corrupt == "skip" and self.size > 1:
+            from trainer.strategies.announcements import open_announcements
 
-        return allow_ranks(self.size, "connects to all ranks", fewest=1)
+            return open_announcements(self, data.blocks_ahead)
+        return None
 
     def new_group(
         self, ranks: Sequence[int] | None = None, backend: str | None = None
@@ -434,9 +437,12 @@ def _ready(rank: int) -> str:
     return f"ready/{rank}"
 
 
-def _check_route() -> None:
-    """Raises a ConnectError if this machine has no way to the address of rank 0."""
-    from trainer.strategies.neighbor import LOOPBACK, check_loopback, own_address
+def _check_limit_and_route() -> None:
+    """Raises the limit of open files, and a ConnectError if there is no way to rank 0's address."""
+    from trainer.strategies.neighbor import LOOPBACK, allow_world, check_loopback, own_address
+
+    if problem := allow_world(number("RANK", 0), number("WORLD_SIZE", 1)):
+        raise LaunchError(problem)
 
     host = os.environ.get("MASTER_ADDR", "")
     try:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -46,9 +46,6 @@ from trainer.training.passes import Loader
 from trainer.training.phase_loaders import PhaseLoaders
 from trainer.training.phases import Phase, examples_after, without_probe
 from trainer.training.start_record import start_of
-
-if TYPE_CHECKING:
-    from data_pipeline.reading.corruption import Announcements
 
 logger = logging.getLogger(__name__)
 
@@ -131,13 +128,7 @@ def build_trainer(
     )
 
     def opener(experiment: Experiment) -> Callable[..., Loader]:
-        return partial(
-            open_loader,
-            experiment,
-            dataset,
-            strategy.replica,
-            announcements=strategy.announcements,
-        )
+        return partial(open_loader, experiment, dataset, strategy.replica, world=strategy.world)
 
     # The memory must be enough for the widest batch. Without grouping, all are that wide.
     open_widest = opener(replace(experiment, data=replace(experiment.data, group_by_length=None)))
@@ -146,10 +137,9 @@ def build_trainer(
         for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True)
     )
     description["micro_batch_sizes"] = [phase.micro_batch_size for phase in phases]
-    data = experiment.data
-    if strategy.accelerator.runs_behind and strategy.world.size > 1:
-        # All ranks know of an error ahead a step later than on CPUs: see `StopRequest`.
-        data = replace(data, prefetch=data.prefetch + 1)
+    # Where devices run behind, all ranks know of an error ahead a step later: see `StopRequest`.
+    late = strategy.accelerator.runs_behind and strategy.world.size > 1
+    data = replace(experiment.data, prefetch=experiment.data.prefetch + late)
     trainer = Trainer(
         experiment.training,
         model=model,
@@ -370,12 +360,12 @@ def open_loader(
     replica: Replica,
     phase: Phase,
     split: str = "train",
-    announcements: Callable[[int], Announcements] | None = None,
+    world: World | None = None,
 ) -> StreamingLoader:
     """Opens the batches of a split: endless for training, a single pass for held-out documents.
 
     Phases with different data orders have different masks and dropout. Evaluation has the same
-    masks in all of them.
+    masks in all of them. All ranks of a `world` skip the same corrupt shards.
     """
     size = phase.micro_batch_size
     objective = phase.objective.build(dataset.tokenizer.vocabulary)
@@ -396,7 +386,7 @@ def open_loader(
         BatchLayout(phase.global_batch_size, size, replica, experiment.training.is_bitwise),
         pack_spec=spec,
         collate=objective.collate,
-        announcements=announcements,
+        announcements=world.announcements(experiment.data) if world else None,
     )
 
 

@@ -203,10 +203,8 @@ class Trainer:
             if self._out_of_patience and not logged:
                 self._log_training(phase)
             # Every rank calls `decide` after every step, so all of them stop after the same one.
-            stopping = (
-                self._stop.decide(self.state.step, self.checkpoints.durable)
-                or self._out_of_patience
-            )
+            stopping = self._stop.decide(self.state.step, self.checkpoints.durable)
+            stopping |= self._out_of_patience
             ending = stopping or self._at_last_step
             is_best = self.state.step == self._best_step
             if due := self.checkpoints.due(self.state.step, is_best, ending):

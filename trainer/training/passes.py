@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from samestep.examples import HOST_COLUMNS, LoaderState, TaskRow
 from trainer.monitoring.meter import Meter
 from trainer.objectives import Loss, Objective, OverBatch
 from trainer.strategies import Strategy
+
+if TYPE_CHECKING:
+    from trainer.training.preemption import StopRequest
 
 MicroBatch: TypeAlias = Mapping[str, Tensor]
 MicroBatches: TypeAlias = Sequence[MicroBatch]
@@ -32,20 +36,6 @@ class Gradients(NamedTuple):
 
     metrics: list[Metrics]
     norm: Tensor
-
-
-class Passenger(Protocol):
-    """A number of each rank, summed in the all-reduce of a step's weights."""
-
-    def send(self) -> float:
-        """This rank's number."""
-
-    def receive(self, total: Callable[[], float], late: bool) -> None:
-        """Takes the sum over all ranks, which `total` waits for.
-
-        Args:
-            late: whether to call `total` after the next step has begun: the device is behind.
-        """
 
 
 class Loader(Protocol):
@@ -92,16 +82,16 @@ def accumulate_gradients(
     strategy: Strategy,
     micro_batches: MicroBatches,
     end_section: Callable[[str], None] = lambda section: None,
-    passenger: Passenger | None = None,
+    stop: StopRequest | None = None,
 ) -> list[Metrics]:
     """Adds the gradients of a step to the parameters; returns the metrics of each micro-batch.
 
     Args:
         model: as `strategy.prepare` returns it.
         end_section: records the time since the last call under a section's name.
-        passenger: a number to sum over all ranks; all ranks give one, or none does.
+        stop: adds up the requests to stop of all ranks, in the all-reduce of the weights.
     """
-    totals = global_weights(objective, strategy, micro_batches, passenger)
+    totals = global_weights(objective, strategy, micro_batches, stop)
     end_section("waiting")
     columns = global_columns(model, objective, strategy, micro_batches)
     metrics = []
@@ -153,7 +143,7 @@ def global_weights(
     objective: Objective,
     strategy: Strategy,
     micro_batches: MicroBatches,
-    passenger: Passenger | None = None,
+    stop: StopRequest | None = None,
 ) -> dict[str, Tensor]:
     """Sums each loss term's weight over the global batch, before any forward pass.
 
@@ -162,14 +152,14 @@ def global_weights(
     weights = [objective.weights(batch) for batch in micro_batches]
     # float32 counts exactly to 2**24 only; a large batch has more predictions.
     by_term = [[found[name] for found in weights] for name in weights[0]]
+    all_reduce = strategy.all_reduce if stop is None else partial(stop.all_reduce, strategy)
     if strategy.exact:
         from trainer.partition import exact
 
         each = torch.tensor(by_term, dtype=torch.float64)  # [terms, micro-batches]
-        totals = exact.total(_summed(exact.split_metric(each).sum(2), strategy, passenger))
+        totals = exact.total(all_reduce(exact.split_metric(each).sum(2)))
     else:
-        own = torch.tensor(list(map(sum, by_term)), dtype=torch.float64)
-        totals = _summed(own, strategy, passenger)
+        totals = all_reduce(torch.tensor(list(map(sum, by_term)), dtype=torch.float64))
     # 1 where nothing is predicted, as in a tiny batch of words too long to mask: the loss is 0
     # instead of 0 / 0.
     totals = (
@@ -178,18 +168,6 @@ def global_weights(
         .to(strategy.accelerator.device, non_blocking=True)
     )
     return dict(zip(weights[0], totals, strict=True))
-
-
-def _summed(own: Tensor, strategy: Strategy, passenger: Passenger | None) -> Tensor:
-    """Sums a host tensor of fp64 over all replicas, and a passenger's number with it."""
-    if passenger is None:
-        return strategy.all_reduce(own)
-    # Behind the weights: [3 predictions, 1 pair] and the flag 0 travel as [3, 1, 0].
-    message = torch.cat((own.flatten(), own.new_tensor([passenger.send()])))
-    summed = strategy.all_reduce(message)
-    accelerator = strategy.accelerator
-    passenger.receive(accelerator.read_later(summed[-1]), accelerator.runs_behind)
-    return summed[:-1].view(own.shape)
 
 
 @torch.no_grad()

@@ -144,7 +144,7 @@ def _readers(experiment: Experiment, dataset: AnyDataset, trainer: Trainer) -> I
         from trainer.training.observers.probe_rows import build_probes
         from trainer.training.observers.probes import Probes
 
-        readers = build_probes(experiment, dataset, strategy.replica, strategy.announcements)
+        readers = build_probes(experiment, dataset, strategy.replica, strategy.world)
         yield Probes(readers, trainer.model, strategy)
 
 

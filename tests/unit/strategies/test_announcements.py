@@ -7,9 +7,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from data_pipeline.reading.config import Config
 from tests.processes import run_ranks
-from trainer.accelerators.kinds.cpu import CpuAccelerator
-from trainer.strategies.kinds.ddp import DataParallel
+from trainer.strategies.announcements import Announcements, open_announcements
 from trainer.strategies.world import World
 
 BLOCKS = 12
@@ -30,10 +30,8 @@ def test_all_ranks_read_the_largest_number_and_begin_no_collective() -> None:
 def announcing_rank() -> tuple[list[int], int, int]:
     world = World.start(60)
     world.connect("gloo")
-    strategy = DataParallel(CpuAccelerator(), world, "fp32", 25)
-    opener = strategy.announcements
-    assert opener is not None
-    loader, other = opener(AHEAD), opener(AHEAD)  # of two loaders, whose blocks have equal numbers
+    # The blocks of two loaders have equal numbers.
+    loader, other = (open_announcements(world, AHEAD) for _ in range(2))
     other.announce(0, 4 if world.rank == 2 else 1)
     found = []
     for block in range(BLOCKS + AHEAD):
@@ -48,8 +46,6 @@ def announcing_rank() -> tuple[list[int], int, int]:
 
 def test_the_store_keeps_a_few_blocks_only() -> None:
     """A run has millions of blocks, and the store of rank 0 holds all keys in memory."""
-    from trainer.strategies.announcements import Announcements
-
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
     before = store.num_keys()
     each = [Announcements(store, store.clone(), "loader 1", 2, AHEAD) for _ in range(2)]
@@ -60,6 +56,5 @@ def test_the_store_keeps_a_few_blocks_only() -> None:
     assert store.num_keys() - before <= 3 * (AHEAD + 1)
 
 
-def test_one_replica_announces_nothing() -> None:
-    strategy = DataParallel(CpuAccelerator(), World.start(60), "fp32", 25)
-    assert strategy.announcements is None
+def test_one_rank_announces_nothing() -> None:
+    assert World.start(60).announcements(Config(path="unused", on_corrupt="skip")) is None

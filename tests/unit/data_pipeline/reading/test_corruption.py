@@ -91,7 +91,7 @@ def take(
             BatchLayout(20, 4, Replica(index, len(folders))),
             pack_spec=SPEC,
             collate=lay_out,
-            announcements=lambda ahead: meeting,
+            announcements=meeting,
         ) as loader:
             if state:
                 loader.load_state_dict(state)
