@@ -1,4 +1,4 @@
-"""How costs grow: starts with shards, checkpoints with ranks, elastic runs with machines.
+"""How costs grow: starts with shards, checkpoints and steps with ranks, elastic runs with machines.
 
     python -m benchmarks.scale                        # a few minutes
     python -m benchmarks.scale --full --plots FOLDER  # up to 100,000 shards and 1,024 ranks
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from benchmarks import scale_checkpoints, scale_data, scale_runs
+from benchmarks import scale_checkpoints, scale_data, scale_ranks, scale_runs
 from benchmarks.growth import Growth, plot, table
 from benchmarks.pairing import hardware, versions
 
-PARTS = ("data", "checkpoints", "runs")
+PARTS = ("data", "checkpoints", "runs", "ranks")
 _C4 = (25_000, 14_600)  # shards of the default size, and documents of one
 
 
@@ -40,6 +40,8 @@ class Sizes:
         rows: of the files of a run.
         machines: of an elastic run.
         nodes: of a job.
+        worlds: ranks of a run.
+        processes: of a run, on this machine; the last confirms what the others predict.
         seconds: for one size, as far as smaller ones predict it.
     """
 
@@ -50,6 +52,8 @@ class Sizes:
     rows: tuple[int, ...]
     machines: tuple[int, ...]
     nodes: tuple[int, ...]
+    worlds: tuple[int, ...]
+    processes: tuple[int, ...]
     seconds: float
 
 
@@ -61,6 +65,8 @@ QUICK = Sizes(
     rows=(1000, 10_000, 30_000),
     machines=(2, 8, 32, 128),
     nodes=(1, 32, 1024),
+    worlds=(8, 64, 256),
+    processes=(2, 4, 8, 16),
     seconds=20.0,
 )
 FULL = Sizes(
@@ -71,6 +77,8 @@ FULL = Sizes(
     rows=(1000, 10_000, 100_000, 1_000_000),
     machines=(2, 8, 32, 128, 512),
     nodes=(1, 8, 64, 512, 1024),
+    worlds=(8, 16, 32, 64, 256, 1024),
+    processes=(4, 8, 16, 32),
     seconds=120.0,
 )
 
@@ -86,6 +94,8 @@ def measured(sizes: Sizes, parts: Sequence[str]) -> Iterator[tuple[str, list[Gro
         yield from scale_checkpoints.costs(sizes.ranks, sizes.tensors, sizes.seconds)
     if "runs" in parts:
         yield from scale_runs.costs(sizes.rows, sizes.machines, sizes.nodes, sizes.seconds)
+    if "ranks" in parts:
+        yield from scale_ranks.costs(sizes.worlds, sizes.processes, sizes.seconds)
 
 
 def main(given: Sequence[str] | None = None) -> None:

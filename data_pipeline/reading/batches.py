@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -88,6 +88,15 @@ class BatchLayout:
         return -(-self.global_batch_size // (self.replica.count * self.replica.devices))
 
 
+class Plan(NamedTuple):
+    """A block to make: its number, the first example of each step, and what to skip."""
+
+    number: int
+    starts: list[int]
+    excluded: Exclusions
+    corrupt: CorruptShards | None
+
+
 class BatchMaker:
     """Makes micro-batches.
 
@@ -122,10 +131,8 @@ class BatchMaker:
         self._block_rows = together * self._rows
         self.most_steps = max(1, together // self._micro_batches)
 
-    def make(
-        self, starts: Sequence[int], excluded: Exclusions, corrupt: CorruptShards | None
-    ) -> list[list[Batch]]:
-        """Makes the replica's micro-batches of the steps that begin with these examples.
+    def make(self, plan: Plan) -> list[list[Batch]]:
+        """Makes the replica's micro-batches of the steps of a block.
 
         A finite order may end before the last step.
 
@@ -133,6 +140,7 @@ class BatchMaker:
             CorruptShardError: a shard turns out to be corrupt.
             DataError: a shard cannot be read.
         """
+        _, starts, excluded, corrupt = plan
         # All steps of the block are located and read together.
         shares = [self._share(start, excluded) for start in starts]
         number, valid, first = (np.concatenate(parts) for parts in zip(*shares, strict=True))

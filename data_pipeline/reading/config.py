@@ -106,6 +106,11 @@ class Config:
                 )
 
     @property
+    def blocks_ahead(self) -> int:
+        """Number of blocks that threads have made when a block is needed."""
+        return self.prefetch if self.threads else 0
+
+    @property
     def paths(self) -> tuple[str, ...]:
         """The locations of the datasets."""
         return tuple(source.path for source in self.sources) if self.path is None else (self.path,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,29 @@ from data_pipeline.packing import Int64
 from samestep.errors import DataError
 
 _NEVER = np.iinfo(np.int64).max
+
+
+class Announcements(Protocol):
+    """Numbers of 0 or more that the replicas of a run tell each other about blocks of steps."""
+
+    def announce(self, block: int, number: int) -> None:
+        """Tells this replica's number for a block. Called by any thread."""
+
+    def largest(self, block: int) -> int:
+        """The largest number of all replicas for a block; waits until all have told theirs."""
+
+
+class OwnAnnouncements:
+    """`Announcements` of a single replica."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+
+    def announce(self, block: int, number: int) -> None:
+        self._numbers[block] = number
+
+    def largest(self, block: int) -> int:
+        return self._numbers.pop(block)
 
 
 class CorruptShards:

@@ -29,7 +29,7 @@ from data_pipeline.order.example_order import ORDER_VERSION, ExampleOrder, Order
 from data_pipeline.order.exclusions import Exclusions
 from data_pipeline.order.sources import PERIOD
 from data_pipeline.packing.policy import packing_digest
-from data_pipeline.reading.batches import BatchLayout, BatchMaker, error_ahead
+from data_pipeline.reading.batches import BatchLayout, BatchMaker, Plan, error_ahead
 from data_pipeline.reading.concat_dataset import AnyDataset, ConcatSplit, sources_of
 from data_pipeline.reading.config import Config, check_identity
 from data_pipeline.reading.dataset import CorruptShardError, Dataset
@@ -41,7 +41,7 @@ from samestep.examples import Batch, Examples, LoaderState, PackSpec, TaskRow
 if TYPE_CHECKING:
     from data_pipeline.format.manifest import ShardInfo
     from data_pipeline.order.mixture import WeightedMixture
-    from data_pipeline.reading.corruption import CorruptShards
+    from data_pipeline.reading.corruption import Announcements, CorruptShards
     from data_pipeline.reading.prefetch import Prefetcher
 
 logger = logging.getLogger(__name__)
@@ -112,8 +112,7 @@ class StreamingLoader:
         pack_spec: the objective's, for `config.sequence_length`.
         collate: the objective's; makes the arrays of a micro-batch from its examples and their
             `sequence_length`.
-        largest: all-reduce (max) of an integer over replicas. It is called before each step if
-            `config.on_corrupt` is skip.
+        announcements: of the replicas, if `config.on_corrupt` is skip; None: of this one alone.
 
     Raises:
         ConfigError: fewer examples in the split than lanes, or more shards to read at a time than
@@ -130,14 +129,18 @@ class StreamingLoader:
         *,
         pack_spec: PackSpec,
         collate: Callable[[Examples, int], Batch],
-        largest: Callable[[int], int] = int,
+        announcements: Announcements | None = None,
     ) -> None:
         self._named = named = sources_of(dataset, order.split, order.finite)
-        self._order, self._batch_size, self._largest = order, layout.global_batch_size, largest
+        self._order, self._batch_size = order, layout.global_batch_size
         self._group, self._prefetch = config.group_by_length, config.prefetch
         self._by_source, self._lanes = config.group_by_source, config.lanes
         self._accept_change = config.on_change == "accept"
-        self._skips_corrupt = config.on_corrupt == "skip"
+        self._announcements: Announcements | None = None
+        if config.on_corrupt == "skip":
+            from data_pipeline.reading.corruption import OwnAnnouncements
+
+            self._announcements = announcements or OwnAnnouncements()
         self._packed = ConcatSplit(named, order.split, pack_spec, config.packing, order.seed)
         self.sources, self.micro_batches = self._packed.sizes, layout.micro_batches
         if self._group is not None:
@@ -179,14 +182,14 @@ class StreamingLoader:
         self._corrupt: CorruptShards | None = None
         self._threads = ThreadPoolExecutor(config.threads, "loader") if config.threads else None
         # Blocks being made by threads, in order; then the steps of the block that is being read.
-        self._ahead: deque[Future[Block | CorruptShardError]] = deque()
+        self._ahead: deque[tuple[Plan, Future[Block | CorruptShardError]]] = deque()
         self._ready: deque[list[MicroBatch]] = deque()
         # Global example numbers, which count skipped examples too. With batches of 10: after step 3
         # of a run that prefetches two steps, `_last_start` is 20, `_position` 30, `_planned` 50.
         self._last_start = 0  # first example of the step taken last
         self._position = 0  # first example of the next step
         self._planned = 0  # first example of the next block to hand to the threads
-        self._block_steps = 1
+        self._block_steps, self._blocks = 1, 0  # steps of the next block, and its number
         # Everything that decides what a global example number means. A checkpoint with another
         # identity cannot be continued.
         self._identity: LoaderState = {
@@ -280,14 +283,24 @@ class StreamingLoader:
 
     def _make_ready(self) -> None:
         """Makes the next step ready, if there is one, the same on all replicas."""
-        shard = self._fill()
-        # If one replica finds a shard corrupt, all skip it from this step on. `_largest` tells them
-        # which; -1 means none. Another shard may turn up corrupt then, so ask again.
-        # A collective in each step, so only where the setting asks for it.
-        while self._skips_corrupt and (shard := self._largest(shard)) >= 0:
-            self._skip([*self.corrupt, (*self._shards[shard], self._position)])
+        while not self._ready:
+            plan, block = self._next_block()
+            announced = self._announcements
+            shard = -1 if announced is None else announced.largest(plan.number) - 1
+            if shard < 0:
+                assert not isinstance(block, CorruptShardError)
+                self._ready.extend(block)
+                return
+            # If one replica finds a shard corrupt, all skip it from this step on. Perhaps only a
+            # later step of the block needs the shard; then they retry with a block of one.
+            if len(plan.starts) == 1:
+                if isinstance(block, CorruptShardError) and block.shard == shard:
+                    logger.warning(
+                        "skipping the shard's examples from here on (data.on_corrupt is skip): %s",
+                        block,
+                    )
+                self._skip([*self.corrupt, (*self._shards[shard], self._position)])
             self._go_to(self._position)
-            shard = self._fill()
 
     def _skip(self, found: Sequence[Sequence[str | int]]) -> None:
         """Skips these corrupt shards instead; see `CorruptShards`."""
@@ -297,58 +310,46 @@ class StreamingLoader:
 
             self._corrupt = CorruptShards(self._shards, found)
 
-    def _fill(self) -> int:
-        """Makes the next step ready, if there is one; returns a corrupt shard to skip first, or -1.
-
-        Raises:
-            CorruptShardError: a shard is corrupt, and `on_corrupt` is stop.
-        """
-        if self._ready:
-            return -1
-        block = self._next_block()
-        if isinstance(block, CorruptShardError):
-            # Perhaps only a later step of the block needs the shard. Retry with a block of one.
-            self._go_to(self._position)
-            block = self._next_block()
-        if isinstance(block, CorruptShardError):
-            logger.warning(
-                "skipping the shard's examples from here on (data.on_corrupt is skip): %s", block
-            )
-            return block.shard
-        self._ready.extend(block)
-        return -1
-
-    def _next_block(self) -> Block | CorruptShardError:
+    def _next_block(self) -> tuple[Plan, Block | CorruptShardError]:
         if self._threads is None:
-            return self._make(*self._plan_block())
+            return (plan := self._plan_block()), self._make(plan)
         # One more than `prefetch`: the first is about to be read.
         while len(self._ahead) <= self._prefetch:
-            self._ahead.append(self._threads.submit(self._make, *self._plan_block()))
-        return self._ahead.popleft().result()
+            plan = self._plan_block()
+            self._ahead.append((plan, self._threads.submit(self._make, plan)))
+        plan, made = self._ahead.popleft()
+        return plan, made.result()
 
     def error_ahead(self, steps: int) -> DataError | None:
         """Returns the error that one of the next `steps` will raise, if it is known."""
-        return error_ahead(self._ahead, steps - len(self._ready))
+        return error_ahead((made for _, made in self._ahead), steps - len(self._ready))
 
-    def _plan_block(self) -> tuple[list[int], Exclusions, CorruptShards | None]:
+    def _plan_block(self) -> Plan:
         """Plans the next block; blocks grow, so that the first batch comes soon."""
         starts = []
         for _ in range(self._block_steps):
             starts.append(self._planned)
             self._planned = self._excluded.after(self._planned, self._batch_size)
         self._block_steps = min(2 * self._block_steps, self._maker.most_steps)
-        return starts, self._excluded, self._corrupt
+        self._blocks += 1
+        return Plan(self._blocks, starts, self._excluded, self._corrupt)
 
-    def _make(
-        self, starts: list[int], excluded: Exclusions, corrupt: CorruptShards | None
-    ) -> Block | CorruptShardError:
-        """Makes a block; returns a corrupt shard's error if such shards are skipped."""
+    def _make(self, plan: Plan) -> Block | CorruptShardError:
+        """Makes a block; returns a corrupt shard's error if such shards are skipped.
+
+        Raises:
+            CorruptShardError: a shard is corrupt, and `on_corrupt` is stop.
+        """
+        announced = self._announcements
         try:
-            steps = self._maker.make(starts, excluded, corrupt)
+            steps = self._maker.make(plan)
         except CorruptShardError as error:
-            if self._skips_corrupt:
-                return error
-            raise
+            if announced is None:
+                raise
+            announced.announce(plan.number, error.shard + 1)
+            return error
+        if announced is not None:
+            announced.announce(plan.number, 0)
         return [
             [{name: torch.from_numpy(array) for name, array in arrays.items()} for arrays in step]
             for step in steps
@@ -357,8 +358,8 @@ class StreamingLoader:
     def _go_to(self, example: int) -> None:
         # Whatever was made ahead starts elsewhere. Running threads finish, and their blocks are
         # dropped.
-        for future in self._ahead:
-            future.cancel()
+        for _, made in self._ahead:
+            made.cancel()
         self._ahead.clear()
         self._ready.clear()
         self._position = self._planned = example

@@ -286,3 +286,14 @@ def test_gradients_of_embeddings_have_the_same_bits_each_time(experiment_file: s
         ).sum().backward()
         found.append(embeddings.tokens.weight.grad.clone())
     assert all(torch.equal(each, found[0]) for each in found)
+
+
+@on_a_gpu
+def test_a_number_is_read_without_waiting_for_work_enqueued_since() -> None:
+    accelerator = cuda.Config().build()
+    read = accelerator.read_later(torch.full((), 3.0, dtype=torch.float64, device="cuda"))
+    torch.cuda._sleep(2_000_000_000)  # cycles, about a second
+    is_over = torch.cuda.Event()
+    is_over.record()
+    assert read() == 3.0
+    assert not is_over.query()

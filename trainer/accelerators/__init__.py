@@ -106,6 +106,7 @@ class Accelerator(ABC):
             collective.
         attention_kernels: those that torch may choose from; "" if there is no choice.
         compile_options: arguments of torch.compile for this device.
+        runs_behind: whether collectives on the device return before they have run.
     """
 
     device: torch.device
@@ -117,6 +118,7 @@ class Accelerator(ABC):
     collective_device: torch.device | None = None
     attention_kernels: str = ""
     compile_options: Mapping[str, Any] = MappingProxyType({"backend": "inductor"})
+    runs_behind: bool = False
 
     @property
     @abstractmethod
@@ -171,6 +173,10 @@ class Accelerator(ABC):
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies CPU tensors [B, ...] to the device, asynchronously if it supports that."""
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def read_later(self, value: Tensor) -> Callable[[], float]:
+        """Starts to copy a scalar to the host; the function that is returned waits for it."""
+        return lambda: float(value)
 
     def graph(self, work: str) -> AbstractContextManager[object]:
         """Surrounds operations that form one graph if the accelerator `compiles`.

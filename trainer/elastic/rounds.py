@@ -20,12 +20,11 @@ from typing import Annotated, Literal, TypeAlias, TypedDict
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from samestep.environment import open_files
 from samestep.storage.channel import Channel, Listener, Message
 from samestep.stored_json import Between, checked
 from trainer.elastic.host import Renewal
 from trainer.strategies.agreement import Machine, disagreement
-from trainer.strategies.neighbor import keep_alive
+from trainer.strategies.neighbor import allow_ranks, keep_alive
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +40,6 @@ MESSAGE_BYTES = 2**20  # holds the facts of a machine; a mixture has many
 _LAST_CALL_SECONDS = 3.0  # before the first round, for agents that are started together
 _ENDING_SECONDS = 120.0  # from the first loss in a round until its last agent must have left
 _OLDER = {"name": "another machine", "facts": {"samestep": "an older version"}}
-# Of a rank to the store, for its threads and process groups: with gloo, and with NCCL.
-_FEWEST_CONNECTIONS, _CONNECTIONS = 3, 6
-_OTHER_FILES = 256
 _HERE_SECONDS = 1.0  # between two messages about how many agents wait
 _MOST_WORKERS = 2**16  # of one agent
 
@@ -281,7 +277,8 @@ class Host(threading.Thread):
             return
         if self._renewal is not None and self._renewal.check():
             return  # this host was frozen, and the others have gone on
-        if problem := _allow_ranks(sum(self._agents[agent] or 0 for agent in ready)):
+        ranks = sum(self._agents[agent] or 0 for agent in ready)
+        if problem := allow_ranks(ranks, "hosts the rendezvous"):
             self._tell(ready, {"refused": problem})
             return
         self._round, self._round_deadline, self._told = ready, math.inf, set()
@@ -309,26 +306,6 @@ def send(agent: Channel, message: Message) -> None:
     """Sends a message. If the peer is gone, the next `receive_json` raises."""
     with suppress(OSError):
         agent.send_json(message)
-
-
-def _allow_ranks(ranks: int) -> str:
-    """Raises this process's limit on open files, so that all ranks can connect to the store.
-
-    Beyond the limit, the store resets connections without a message, and ranks wait for it.
-
-    Returns:
-        A message if the system does not allow as many; else "".
-    """
-    fewest, most = (ranks * each + _OTHER_FILES for each in (_FEWEST_CONNECTIONS, _CONNECTIONS))
-    limits = open_files(most)
-    if limits is None or limits[0] >= fewest:
-        return ""
-    limit, hard = limits
-    return (
-        f"{ranks} ranks need {fewest} to {most} open files on {platform.node()}, which hosts the "
-        f"rendezvous, and its limit is {limit} (hard: {hard}). Raise it (ulimit -n and -Hn; "
-        "LimitNOFILE of systemd)."
-    )
 
 
 def _open_store(interface: str) -> TCPStore:

@@ -221,7 +221,7 @@ def _score(member: Member, encoder: str | None, strategy: Strategy) -> _Scored:
         strategy.replica,
         phase,
         split="heldout",
-        largest=strategy.largest,
+        world=strategy.world,
     )
     # As many batches as in training, so that the scores can be compared with its own.
     batches = experiment.training.evaluate_batches

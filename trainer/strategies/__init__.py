@@ -188,7 +188,6 @@ class Strategy(ABC):
             from trainer.strategies.loss_scale import LossScale
 
             self.loss_scale = LossScale(accelerator.device, self.replica.count)
-        self._host_group: dist.ProcessGroup | None = None
 
     def prepare(
         self, model: nn.Module, build_optimizer: BuildOptimizer, initial_values: InitialValues
@@ -347,14 +346,3 @@ class Strategy(ABC):
 
     def from_host(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Updates the state after the results of `to_host` for it were overwritten."""
-
-    def largest(self, value: int) -> int:
-        """The largest of all replicas' values, exchanged without the device."""
-        if self.replica.count == 1:
-            return value
-        # Made at the first call: a run that needs no such exchange opens no further connections.
-        if self._host_group is None:
-            self._host_group = self.world.host_group()
-        number = torch.tensor(value)
-        dist.all_reduce(number, dist.ReduceOp.MAX, self._host_group)
-        return int(number)

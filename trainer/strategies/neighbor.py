@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import platform
 import socket
@@ -13,6 +14,7 @@ from ipaddress import IPv4Address
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from samestep.environment import open_files
 from samestep.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,9 @@ _CONNECT_SECONDS = 5.0
 _PROBE_SECONDS, _PROBES_SECONDS = 3.0, 20.0  # for one machine, and for all
 _MOST_CONNECTIONS = 1024  # to a rank; they wait in the kernel, as nobody accepts them
 _MOST_PROBED = 32  # machines, by each machine: its probes wait there, too
+# Of a rank to the store, for its threads and process groups: with gloo, and with NCCL.
+FEWEST_CONNECTIONS, CONNECTIONS = 3, 6
+OTHER_FILES = 256  # of a process that hosts the store, or connects to all ranks
 # A machine that loses power is detected after 2 + 5 x 1 = 7 s. Keep-alives are not sent while sent
 # data has no answer; the last option limits that time, in milliseconds.
 _KEEPALIVE = {
@@ -131,6 +136,72 @@ def unreachable(store: Store, rank: int, size: int, reached: set[str]) -> str:
             reason = error.strerror or "no answer"
             failed.append(f"rank {other} on {node} at {host}:{port} ({reason})")
     return ", ".join(failed)
+
+
+def allow_ranks(ranks: int, role: str, fewest: int = FEWEST_CONNECTIONS) -> str:
+    """Raises this process's limit on open files, so that all ranks can connect to it.
+
+    Beyond the limit, the store resets connections without a message, and ranks wait for it.
+
+    Args:
+        role: of this process, for the message.
+        fewest: connections of each rank to this process that the run needs.
+
+    Returns:
+        A message if the system does not allow as many; else "".
+    """
+    most = ranks * CONNECTIONS + OTHER_FILES
+    limits = open_files(most)
+    return "" if limits is None else _too_few(ranks, fewest, limits, role)
+
+
+def _too_few(ranks: int, fewest: int, limits: tuple[float, float], role: str) -> str:
+    """Says that a limit on open files is too low; "" if it is not."""
+    needed, most = (ranks * each + OTHER_FILES for each in (fewest, CONNECTIONS))
+    limit, hard = limits
+    if limit >= needed:
+        return ""
+    return (
+        f"{ranks} ranks need {needed} to {most} open files on {platform.node()}, which {role}, and "
+        f"its limit is {limit} (hard: {hard}). Raise it (ulimit -n and -Hn; LimitNOFILE of "
+        "systemd)."
+    )
+
+
+def allow_world(rank: int, ranks: int) -> str:
+    """Raises the limit on open files as far as this rank needs, before its first socket.
+
+    Rank 0 hosts the store, unless its launcher does.
+
+    Returns:
+        A message if the limit of rank 0 is too low for the store; else "".
+    """
+    problem = allow_ranks(ranks, "hosts the store of the run")
+    if rank != 0:
+        return ""  # with gloo it connects to all ranks, see `World.connect`
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return problem
+    if "TORCHELASTIC_RUN_ID" in os.environ and (told := _torchruns_problem(ranks)):
+        logger.warning("%s", told)
+    return ""  # the agents of `trainer.elastic` raise their limit themselves
+
+
+def _torchruns_problem(ranks: int) -> str:
+    """Compares the limit of torchrun, which it keeps as it was started with; "" if it is enough.
+
+    torchrun is the parent process. The one of rank 0 hosts the store, if that is not at another
+    address.
+    """
+    if sys.platform != "linux":
+        return ""
+    import resource
+
+    try:
+        limits = resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE)
+    except OSError:  # another user's, or in another namespace
+        return ""
+    soft, hard = (math.inf if each == resource.RLIM_INFINITY else each for each in limits)
+    return _too_few(ranks, FEWEST_CONNECTIONS, (soft, hard), "runs torchrun with the run's store")
 
 
 def check_loopback() -> None:

@@ -35,7 +35,9 @@ from samestep.stored_json import JsonError, parse_json
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from data_pipeline.reading.config import Config as DataConfig
     from trainer.strategies.agreement import Facts
+    from trainer.strategies.announcements import Announcements
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +63,14 @@ class World:
         size: number of ranks.
         store: the key-value store of all ranks; None for a single process without a launcher.
         timeout: for the rendezvous and for each collective.
+        announcing: connections to the store, see `announcements`.
     """
 
     rank: int
     size: int
     store: Store | None
     timeout: timedelta
+    announcing: list[Store] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
     _watchers: list[threading.Thread] = field(default_factory=list)
     _devices: list[torch.device] = field(default_factory=list)  # once they are connected
@@ -78,12 +82,13 @@ class World:
         """Joins the rendezvous that the launcher's environment (RANK, WORLD_SIZE, ...) describes.
 
         Raises:
-            LaunchError: not all processes have joined in time, or the environment is incomplete.
+            LaunchError: not all processes have joined in time, the environment is incomplete, or
+                the process of the store may not open enough files.
         """
         timeout = timedelta(seconds=timeout_seconds)
         if launcher_rank() is None:
             return cls(0, 1, None, timeout)
-        _check_route()
+        _check_limit_and_route()
         with _explained(), _reported_wait():
             store, rank, size = next(rendezvous("env://", timeout=timeout))
             store.set(_here(rank), "")
@@ -131,7 +136,8 @@ class World:
             device: of the accelerator, to connect at once; None connects in the first collective.
 
         Raises:
-            LaunchError: the processes would use different back-ends.
+            LaunchError: the processes would use different back-ends, or gloo, which connects each
+                rank to all others, more files than they may open.
             ConnectError: they cannot connect to each other.
         """
         with _explained():
@@ -143,6 +149,11 @@ class World:
                     f"{first}, because they found different hardware. Check this node's devices "
                     "and driver, or set accelerator=cpu."
                 )
+            if backend == "gloo" and self.size > 1:
+                from trainer.strategies.neighbor import allow_ranks
+
+                if problem := allow_ranks(self.size, "connects to all ranks", fewest=1):
+                    raise LaunchError(problem)
             store.set(_ready(self.rank), "")
             self._connecting.set()
             try:
@@ -161,6 +172,14 @@ class World:
                 self._connecting.clear()
         if device is not None:
             self._devices.append(device)
+
+    def announcements(self, data: DataConfig) -> Announcements | None:
+        """Opens the ranks' announcements about blocks of the next loader; None if it needs none."""
+        if data.on_corrupt == "skip" and self.size > 1:
+            from trainer.strategies.announcements import open_announcements
+
+            return open_announcements(self, data.blocks_ahead)
+        return None
 
     def new_group(
         self, ranks: Sequence[int] | None = None, backend: str | None = None
@@ -418,9 +437,12 @@ def _ready(rank: int) -> str:
     return f"ready/{rank}"
 
 
-def _check_route() -> None:
-    """Raises a ConnectError if this machine has no way to the address of rank 0."""
-    from trainer.strategies.neighbor import LOOPBACK, check_loopback, own_address
+def _check_limit_and_route() -> None:
+    """Raises the limit of open files, and a ConnectError if there is no way to rank 0's address."""
+    from trainer.strategies.neighbor import LOOPBACK, allow_world, check_loopback, own_address
+
+    if problem := allow_world(number("RANK", 0), number("WORLD_SIZE", 1)):
+        raise LaunchError(problem)
 
     host = os.environ.get("MASTER_ADDR", "")
     try:

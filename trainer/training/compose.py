@@ -128,7 +128,7 @@ def build_trainer(
     )
 
     def opener(experiment: Experiment) -> Callable[..., Loader]:
-        return partial(open_loader, experiment, dataset, strategy.replica, largest=strategy.largest)
+        return partial(open_loader, experiment, dataset, strategy.replica, world=strategy.world)
 
     # The memory must be enough for the widest batch. Without grouping, all are that wide.
     open_widest = opener(replace(experiment, data=replace(experiment.data, group_by_length=None)))
@@ -137,13 +137,16 @@ def build_trainer(
         for phase, objective in zip(experiment.resolved_phases(), objectives, strict=True)
     )
     description["micro_batch_sizes"] = [phase.micro_batch_size for phase in phases]
+    # Where devices run behind, all ranks know of an error ahead a step later: see `StopRequest`.
+    late = strategy.accelerator.runs_behind and strategy.world.size > 1
+    data = replace(experiment.data, prefetch=experiment.data.prefetch + late)
     trainer = Trainer(
         experiment.training,
         model=model,
         optimizer=optimizer,
         objectives=objectives,
         strategy=strategy,
-        loaders=PhaseLoaders(phases, opener(experiment)),
+        loaders=PhaseLoaders(phases, opener(replace(experiment, data=data))),
         checkpoints=Checkpoints(checkpointer, snapshots),
         description=description,
     )
@@ -357,12 +360,12 @@ def open_loader(
     replica: Replica,
     phase: Phase,
     split: str = "train",
-    largest: Callable[[int], int] = int,
+    world: World | None = None,
 ) -> StreamingLoader:
     """Opens the batches of a split: endless for training, a single pass for held-out documents.
 
     Phases with different data orders have different masks and dropout. Evaluation has the same
-    masks in all of them.
+    masks in all of them. All ranks of a `world` skip the same corrupt shards.
     """
     size = phase.micro_batch_size
     objective = phase.objective.build(dataset.tokenizer.vocabulary)
@@ -383,7 +386,7 @@ def open_loader(
         BatchLayout(phase.global_batch_size, size, replica, experiment.training.is_bitwise),
         pack_spec=spec,
         collate=objective.collate,
-        largest=largest,
+        announcements=world.announcements(experiment.data) if world else None,
     )
 
 

@@ -17,8 +17,9 @@ of means depends on the split. Say rank 0 predicts three tokens with a loss of 1
 one token with a loss of 5. The mean of the ranks' means is (1 + 5) / 2 = 3. The loss of the batch
 is 8 / 4 = 2, where each token counts the same, whichever rank has it.
 
-The host only enqueues work in a step and does not wait for the device; it waits in `_log_training`,
-every `log_every` steps, where it reads the accumulated metrics. Evaluations, probes and saves wait
+The host only enqueues work in a step. It waits until the device has begun the step before
+(`StopRequest.decide`), and in `_log_training`, every `log_every` steps, where it reads the
+accumulated metrics. Evaluations, probes and saves wait
 as well, and so do optional checks: of faults (each step) and of the state's bits
 (`verify_state_every`, `digest_every`). With a snapshot of each step, an update waits for the
 snapshot of the step before.
@@ -171,6 +172,7 @@ class Trainer:
             # Each section has the time since the one before it, so their sum is the wall time.
             end_section("logging")
             micro_batches = next(batches)
+            self._stop.find(self.loader.error_ahead(phase.end - next_step))
             end_section("data_wait")
             if fault := self.train_step(micro_batches):
                 if not self.faults.skips(next_step, fault):
@@ -201,11 +203,8 @@ class Trainer:
             if self._out_of_patience and not logged:
                 self._log_training(phase)
             # Every rank calls `decide` after every step, so all of them stop after the same one.
-            error = self.loader.error_ahead(phase.end - self.state.step)
-            stopping = (
-                self._stop.decide(self.state.step, self.checkpoints.durable, error)
-                or self._out_of_patience
-            )
+            stopping = self._stop.decide(self.state.step, self.checkpoints.durable)
+            stopping |= self._out_of_patience
             ending = stopping or self._at_last_step
             is_best = self.state.step == self._best_step
             if due := self.checkpoints.due(self.state.step, is_best, ending):
@@ -272,6 +271,7 @@ class Trainer:
                 self.strategy,
                 micro_batches,
                 end_section,
+                self._stop if self._stop.shares else None,
             )
             if self.checkpoints.keeps_each_step:
                 self.checkpoints.wait_for_snapshot()

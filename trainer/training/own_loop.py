@@ -372,7 +372,7 @@ def open_parts(
                 "optimizer.unfreeze_every is set, and your own loop takes the steps. "
                 "Set it to null, or use samestep.train."
             )
-        loaders = _loaders(experiment, dataset, strategy.replica, largest=strategy.largest)
+        loaders = _loaders(experiment, dataset, strategy.replica, world=strategy.world)
         with Batches(loaders, prepared.objectives) as batches:
             checkpoints = LoopCheckpoints(
                 checkpointer, strategy, prepared.optimizer, batches, prepared.description

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from samestep.examples import HOST_COLUMNS, LoaderState, TaskRow
 from trainer.monitoring.meter import Meter
 from trainer.objectives import Loss, Objective, OverBatch
 from trainer.strategies import Strategy
+
+if TYPE_CHECKING:
+    from trainer.training.preemption import StopRequest
 
 MicroBatch: TypeAlias = Mapping[str, Tensor]
 MicroBatches: TypeAlias = Sequence[MicroBatch]
@@ -78,14 +82,16 @@ def accumulate_gradients(
     strategy: Strategy,
     micro_batches: MicroBatches,
     end_section: Callable[[str], None] = lambda section: None,
+    stop: StopRequest | None = None,
 ) -> list[Metrics]:
     """Adds the gradients of a step to the parameters; returns the metrics of each micro-batch.
 
     Args:
         model: as `strategy.prepare` returns it.
         end_section: records the time since the last call under a section's name.
+        stop: adds up the requests to stop of all ranks, in the all-reduce of the weights.
     """
-    totals = global_weights(objective, strategy, micro_batches)
+    totals = global_weights(objective, strategy, micro_batches, stop)
     end_section("waiting")
     columns = global_columns(model, objective, strategy, micro_batches)
     metrics = []
@@ -134,7 +140,10 @@ def loss_and_norm(gradients: Gradients, strategy: Strategy) -> tuple[float, floa
 
 
 def global_weights(
-    objective: Objective, strategy: Strategy, micro_batches: MicroBatches
+    objective: Objective,
+    strategy: Strategy,
+    micro_batches: MicroBatches,
+    stop: StopRequest | None = None,
 ) -> dict[str, Tensor]:
     """Sums each loss term's weight over the global batch, before any forward pass.
 
@@ -143,13 +152,14 @@ def global_weights(
     weights = [objective.weights(batch) for batch in micro_batches]
     # float32 counts exactly to 2**24 only; a large batch has more predictions.
     by_term = [[found[name] for found in weights] for name in weights[0]]
+    all_reduce = strategy.all_reduce if stop is None else partial(stop.all_reduce, strategy)
     if strategy.exact:
         from trainer.partition import exact
 
         each = torch.tensor(by_term, dtype=torch.float64)  # [terms, micro-batches]
-        totals = exact.total(strategy.all_reduce(exact.split_metric(each).sum(2)))
+        totals = exact.total(all_reduce(exact.split_metric(each).sum(2)))
     else:
-        totals = strategy.all_reduce(torch.tensor(list(map(sum, by_term)), dtype=torch.float64))
+        totals = all_reduce(torch.tensor(list(map(sum, by_term)), dtype=torch.float64))
     # 1 where nothing is predicted, as in a tiny batch of words too long to mask: the loss is 0
     # instead of 0 / 0.
     totals = (

@@ -90,7 +90,6 @@ def train(experiment: Experiment) -> int:
                 logger.info("continuing   at step %d%s", step, changed)
             strategy.world.tell_progress(trainer.state.step)
             _fit(experiment, dataset, trainer, trackers, stop)
-            stop.finish()
             if not trainer.finished:
                 logger.info(
                     "stopped      saved step %d; the same command continues", trainer.state.step
@@ -145,7 +144,7 @@ def _readers(experiment: Experiment, dataset: AnyDataset, trainer: Trainer) -> I
         from trainer.training.observers.probe_rows import build_probes
         from trainer.training.observers.probes import Probes
 
-        readers = build_probes(experiment, dataset, strategy.replica, strategy.largest)
+        readers = build_probes(experiment, dataset, strategy.replica, strategy.world)
         yield Probes(readers, trainer.model, strategy)
 
 

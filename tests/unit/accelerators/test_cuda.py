@@ -209,3 +209,32 @@ def test_sorted_gradients_of_embeddings_are_those_of_atomics(
     torch.testing.assert_close(found[1], found[0])
     assert kernels.adds_rows_in_order(torch.device("cpu"))
     assert not kernels.adds_rows_in_order(torch.device("cuda", 0))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_number_is_read_through_page_locked_memory_once_its_copy_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            calls.append("record")
+
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+    empty = torch.empty
+
+    def pinned(*shape: Any, pin_memory: bool, **options: Any) -> torch.Tensor:
+        assert pin_memory
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "empty", pinned)
+    accelerator = cuda.CudaAccelerator(0)
+    assert accelerator.runs_behind
+    read = accelerator.read_later(torch.tensor(3.0, dtype=torch.float64))
+    assert calls == ["record"]  # nothing is waited for in the step itself
+    assert read() == 3.0
+    assert calls == ["record", "synchronize"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import multiprocessing
 import os
 import sys
@@ -47,6 +48,23 @@ def test_a_healthy_machine_has_no_failures_and_processes_really_meet():
     )
     assert "2 processes over" in found["all-reduce"].found
     assert "GB free" in found["disk"].found
+
+
+@pytest.mark.parametrize(
+    ("limits", "state", "ranks"),
+    [
+        ((1024, 1048576), "ok", "host 174,720 ranks, and 256 under torchrun"),
+        ((1024, 4096), "warning", "host 640 ranks, and 256 under torchrun"),
+        ((math.inf, math.inf), "ok", "host any number of ranks"),
+    ],
+)
+def test_the_limit_of_open_files_says_how_many_ranks_can_connect(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[float, float], state: str, ranks: str
+) -> None:
+    monkeypatch.setattr(checks, "open_files", lambda wanted: limits)
+    (found,) = checks._open_files()
+    assert found.state == state
+    assert ranks in found.found
 
 
 def test_an_experiment_is_checked_on_its_own_dataset_and_disk(experiment_file: str, tmp_path: Path):

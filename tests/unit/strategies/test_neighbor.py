@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 import socket
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
+from datetime import timedelta
+from multiprocessing.connection import Connection
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
-from samestep.errors import ConfigError
+from samestep.errors import ConfigError, LaunchError
 from tests.ports import free_port
+from tests.processes import CONTEXT, run_ranks
 from trainer.strategies.neighbor import (
+    CONNECTIONS,
+    FEWEST_CONNECTIONS,
     INTERFACE,
+    OTHER_FILES,
     Neighbor,
+    allow_world,
     interface_of,
     loopback_only,
     own_address,
     unreachable,
 )
+from trainer.strategies.world import World
 
 
 def test_the_end_of_a_rank_is_noticed_by_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,3 +119,75 @@ def test_a_machine_that_has_answered_is_not_tried_again() -> None:
         store.set("address/1", f"127.0.0.7 {listening.getsockname()[1]} b")
         reached: set[str] = set()
         assert [unreachable(store, 0, 2, reached) for _ in range(8)] == [""] * 8
+
+
+def test_rank_0_raises_its_limit_of_open_files_before_the_ranks_connect() -> None:
+    """With the soft limit of 40 that it starts with, the store would reset the last connections."""
+    parent, child = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_host_a_store, args=(child, 10), daemon=True)
+    process.start()
+    limit, port = parent.recv()
+    assert limit == 10 * CONNECTIONS + OTHER_FILES
+
+    with ExitStack() as connected:
+        for _ in range(10 * FEWEST_CONNECTIONS):
+            connected.enter_context(socket.create_connection(("127.0.0.1", port)))
+        last = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+        assert not last.check(["key"])
+    process.kill()
+    process.join()
+
+
+def _host_a_store(pipe: Connection, ranks: int) -> None:
+    os.environ["RES_OPTIONS"] = (
+        "timeout:1 attempts:1"  # the store looks up the names of its clients
+    )
+    _limit(40, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    assert allow_world(0, ranks) == ""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send((resource.getrlimit(resource.RLIMIT_NOFILE)[0], store.port))
+    signal.pause()
+
+
+def test_a_store_without_enough_files_is_refused_with_the_limit() -> None:
+    (found,) = run_ranks(1, _refused)
+    assert "300 ranks need 1156 to 2056 open files on" in found
+    assert "hosts the store of the run, and its limit is 260 (hard: 260)" in found
+
+
+def _refused() -> str:
+    _limit(260, 260)
+    return allow_world(0, 300)
+
+
+def _limit(soft: int, hard: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"):
+        os.environ.pop(name, None)
+
+
+def test_gloo_with_too_few_files_for_all_ranks_is_refused() -> None:
+    assert run_ranks(2, _connect_with_few_files) == [True, True]
+
+
+def _connect_with_few_files() -> bool:
+    world = World.start(20)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (257, 257))
+    try:
+        world.connect("gloo")
+    except LaunchError as error:
+        world._stop_watching()
+        return "2 ranks need 258 to 268 open files" in str(error)
+    return False
+
+
+def test_torchrun_keeps_its_limit_so_a_low_one_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    monkeypatch.setattr(resource, "prlimit", lambda pid, kind: (1024, 4096))
+    assert allow_world(0, 256) == ""
+    assert not caplog.text
+    assert allow_world(0, 257) == ""
+    assert "runs torchrun with the run's store, and its limit is 1024 (hard: 4096)" in caplog.text

@@ -73,13 +73,13 @@ def threads_after_the_end() -> list[str]:
 
 def test_all_groups_time_out_as_the_world_does() -> None:
     """Not after the 10 or 30 minutes that torch gives a group of its own."""
-    assert run_ranks(2, timeouts_of_groups) == [[45.0] * 4] * 2
+    assert run_ranks(2, timeouts_of_groups) == [[45.0] * 3] * 2
 
 
 def timeouts_of_groups() -> list[float]:
     world = World.start(45)
     world.connect("gloo")
-    fsdp.Config(replicas=2).build(CpuAccelerator(), world, "fp32").largest(1)
+    fsdp.Config(replicas=2).build(CpuAccelerator(), world, "fp32")
     world.new_group([0, 1])
     return [seconds for seconds, _ in timeouts()]
 

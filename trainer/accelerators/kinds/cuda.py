@@ -218,6 +218,7 @@ def _energy_counter(device: torch.device) -> Callable[[], int] | None:
 
 class CudaAccelerator(Accelerator):
     collective_backend = "nccl"
+    runs_behind = True
 
     def __init__(self, index: int, fuses_attention: bool = True) -> None:
         _keep_alive_after_errors()
@@ -277,6 +278,19 @@ class CudaAccelerator(Accelerator):
 
     def energy(self) -> float | None:
         return None if self._millijoules is None else self._millijoules() / 1000
+
+    def read_later(self, value: Tensor) -> Callable[[], float]:
+        # `float` would wait for everything that has been enqueued since.
+        on_host = torch.empty((), dtype=value.dtype, pin_memory=True)
+        on_host.copy_(value, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+
+        def read() -> float:
+            copied.synchronize()
+            return float(on_host)
+
+        return read
 
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies from page-locked memory, so the host does not wait for the copy."""

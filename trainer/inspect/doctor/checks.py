@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from data_pipeline.reading.cache import ShardCache
 from samestep import __version__, storage
+from samestep.environment import open_files
 from samestep.errors import fix_of, install_command
 from samestep.findings import Check, Finding, State, tried
 from samestep.storage import objects
@@ -29,12 +31,14 @@ from trainer.inspect import preflight
 from trainer.inspect.doctor import devices
 from trainer.metrics import check_installed
 from trainer.monitoring import wandb
+from trainer.strategies.neighbor import CONNECTIONS, FEWEST_CONNECTIONS, OTHER_FILES
 from trainer.training.experiment import Experiment
 
 _DISK_BYTES = 64 * 2**20
 _SLOW_DISK = 50e6  # bytes per second
 _NETWORK_SECONDS = 5.0
 _OWN_ENVIRONMENT = ("tpu",)  # extras that need another torch
+_MANY_RANKS = 1024  # that the machine of rank 0 should be able to host
 _BYTES_PER_PARAMETER = 12  # of a checkpoint: the weight and Adam's two moments in fp32
 
 
@@ -46,7 +50,7 @@ def examine(experiment: Experiment | None, processes: int | None) -> Iterator[Fi
         processes: of the all-reduce; None takes one per GPU, or two on the CPU.
     """
     # Lazy, so findings appear one by one, and a check that hangs is the one after the last line.
-    checks: list[Check] = [("software", _software)]
+    checks: list[Check] = [("software", _software), ("open files", _open_files)]
     if experiment is None:
         checks += devices.checks(None, None, None, processes)
         checks.append(("disk", lambda: _disk("disk", Path.cwd(), 0)))
@@ -106,6 +110,31 @@ def _software() -> Iterator[Finding]:
         found += f"; not installed: {', '.join(missing)}"
         fix = f"if you need them: {install_command(*missing)}"
     yield Finding("extras", "ok", found, fix)
+
+
+def _open_files() -> Iterator[Finding]:
+    """Says how many ranks can connect to a store on this machine; each has several connections."""
+    if (limits := open_files(0)) is None:
+        return
+    soft, hard = limits
+
+    def ranks(limit: float, each: int) -> str:
+        return (
+            "any number of"
+            if math.isinf(limit)
+            else f"{max(0, int(limit) - OTHER_FILES) // each:,}"
+        )
+
+    found = (
+        f"limit {soft:,}, which a run raises to at most {hard:,}: enough to host "
+        f"{ranks(hard, CONNECTIONS)} ranks, and {ranks(soft, FEWEST_CONNECTIONS)} under torchrun, "
+        "which does not raise it"
+    )
+    if hard >= _MANY_RANKS * CONNECTIONS + OTHER_FILES:
+        yield Finding("open files", "ok", found)
+        return
+    fix = "for larger runs raise the hard limit (LimitNOFILE of systemd, --ulimit nofile of Docker)"
+    yield Finding("open files", "warning", found, fix)
 
 
 def _versions() -> str:

@@ -59,7 +59,11 @@ PARTS = {
     ("trainer.checkpoint.manager", "Checkpointer.settle"): "checkpoint",
 }
 ELSEWHERE = "the training loop"
-_COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
+_COLLECTIVES = (
+    "torch.distributed.distributed_c10d",
+    "torch.distributed._functional_collectives",
+    "trainer.strategies.announcements",
+)
 # A rank in an earlier part of the same step is behind.
 _ORDER = [*dict.fromkeys(PARTS.values()), ELSEWHERE]
 

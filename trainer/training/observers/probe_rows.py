@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +13,7 @@ from data_pipeline.reading.config import Config as DataConfig
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from trainer.objectives import Objective
 from trainer.strategies import Replica
+from trainer.strategies.world import World
 from trainer.training.compatibility import check_dataset
 from trainer.training.experiment import Experiment
 from trainer.training.observers import probes
@@ -24,7 +24,7 @@ def build_probes(
     experiment: Experiment,
     dataset: AnyDataset,
     replica: Replica,
-    largest: Callable[[int], int] = int,
+    world: World | None = None,
 ) -> dict[str, probes.ProbeReader]:
     """Builds the probes of a run by name.
 
@@ -46,7 +46,7 @@ def build_probes(
         objective = probes.build_objective(probed)
         check_dataset(probed, objective, config.sequence_length)
         probes.check(name, config, probed, dataset, experiment.model, model)
-        open_split = partial(_open_probed, experiment, data, probed, objective, replica, largest)
+        open_split = partial(_open_probed, experiment, data, probed, objective, replica, world)
         for split in ("train", "heldout"):
             open_split(split).close()  # an error now, rather than at the first score
         found[name] = probes.ProbeReader(config, experiment.model, open_split)
@@ -74,7 +74,7 @@ def _open_probed(
     dataset: AnyDataset,
     objective: Objective,
     replica: Replica,
-    largest: Callable[[int], int],
+    world: World | None,
     split: str,
 ) -> StreamingLoader:
     """Opens the rows of a probe, in their order, for a single pass."""
@@ -85,5 +85,5 @@ def _open_probed(
         BatchLayout(probes.batch_size(replica), probes.MICRO_BATCH, replica),
         pack_spec=objective.pack_spec(data.sequence_length),
         collate=objective.collate,
-        largest=largest,
+        announcements=world.announcements(data) if world else None,
     )

@@ -51,14 +51,19 @@ class Meeting:
     """Replicas in threads of this process."""
 
     def __init__(self, count: int) -> None:
-        self._barrier, self._values = threading.Barrier(count), [0] * count
+        self._count, self._changed = count, threading.Condition()
+        self._numbers: dict[int, list[int]] = {}
 
-    def largest(self, index: int, value: int) -> int:
-        self._values[index] = value
-        self._barrier.wait(20)
-        found = max(self._values)
-        self._barrier.wait(20)
-        return found
+    def announce(self, block: int, number: int) -> None:
+        with self._changed:
+            self._numbers.setdefault(block, []).append(number)
+            self._changed.notify_all()
+
+    def largest(self, block: int) -> int:
+        with self._changed:
+            told = self._numbers.setdefault(block, [])
+            assert self._changed.wait_for(lambda: len(told) == self._count, 20)
+            return max(told)
 
 
 def take(
@@ -86,7 +91,7 @@ def take(
             BatchLayout(20, 4, Replica(index, len(folders))),
             pack_spec=SPEC,
             collate=lay_out,
-            largest=lambda value: meeting.largest(index, value),
+            announcements=meeting,
         ) as loader:
             if state:
                 loader.load_state_dict(state)
