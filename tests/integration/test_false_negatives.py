@@ -42,7 +42,7 @@ def folder(
     rows = [
         {
             "query": row["a"],
-            "positive": row["b"],
+            "positive": [row["b"], texts[(number + 18) % 120]["b"]],
             "negatives": [texts[(number + step) % 120]["b"] for step in (5, 9, 31)],
         }
         for number, row in enumerate(texts)
@@ -90,6 +90,7 @@ def reference(trainer: Any, micro_batches: Any) -> dict[str, Tensor]:
     embedded, logit_scale = embed(model)
     vectors, scale = F.normalize(embedded, dim=-1), logit_scale.exp() / 0.05
     texts = batch["texts"].view(len(guided), 4, 2).tolist()
+    passages = batch["passages"].view(len(guided), 5, 2).tolist()
     losses, masked = [], 0
     for row, (query, positive) in enumerate(zip(texts, texts, strict=True)):
         scores = [vectors[row, 0] @ vectors[row, 1] * scale]
@@ -98,6 +99,7 @@ def reference(trainer: Any, micro_batches: Any) -> dict[str, Tensor]:
             for text in range(1, 4):
                 equal = texts[other][text] in (query[0], positive[1])
                 equal |= text == 1 and texts[other][0] == query[0]
+                equal |= passages[other][text - 1] in passages[row][3:]
                 near = guided[row, 0] @ guided[other, text] > right - 0.01
                 masked += bool(near) and not equal
                 if (other, text) != (row, 1) and not equal and not near:
@@ -139,9 +141,10 @@ def gradients(file: str, overrides: list[str], with_reference: bool) -> dict[str
 def test_gradients_are_those_of_plain_autograd_at_any_world_size(
     folder: Path, tmp_path: Path
 ) -> None:
-    """A learned temperature, a guide and hard negatives; dropout is on."""
+    """A learned temperature, a guide, hard negatives and known positives; dropout is on."""
     file, guide = str(folder / "retriever.yaml"), f"{{path: {folder / 'guide'}, margin: 0.01}}"
     settings = [*QUIET, *LEARNED, f"objective.guide={guide}", "training.micro_batch_size=2"]
+    settings.append("objective.known_positives=2")
     alone = [*settings, "strategy=single", f"output={tmp_path / 'one'}"]
     (expected,) = run_ranks(1, gradients, file, alone, True)
     assert abs(expected["logit_scale"]) > 0.01

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from tests.unit.objectives.test_sentence_pairs import (
     VOCABULARY,
     assert_is_loss,
     embedded,
+    retrieval,
     rows,
     table_of,
     tensors,
@@ -174,3 +177,31 @@ def test_both_directions_have_a_mask_of_the_guide() -> None:
         scores = (scores / 0.05).masked_fill(masked, -torch.inf)
         expected = expected + F.cross_entropy(scores, torch.arange(3)) / 2
     torch.testing.assert_close(objective.over_batch(table)[:, -2].mean(), expected)
+
+
+@pytest.mark.parametrize("parts", [[4], [1, 3]])
+def test_positives_that_a_row_has_not_drawn_are_no_negatives(parts: list[int]) -> None:
+    """Where other rows have them, as their positive or as a hard negative."""
+    config = contrastive.Config(negatives=1, known_positives=2, mask_equal=False)
+    objective: Any = config.build(VOCABULARY)
+    examples, texts = retrieval(1, 4)
+    # The positive and the negative of each row, and all its positives: row 0 has drawn 7 and knows
+    # 8, which is the positive of row 1 and the negative of row 2; row 3 has drawn the same as 0.
+    passages = np.array([[7, 1, 8, 7], [8, 2, 8, 8], [9, 8, 9, 9], [7, 9, 7, 7]]) + 2**47
+    assert examples.labels is not None
+    examples = replace(examples, labels=replace(examples.labels, passages=passages))
+    batch = tensors(objective.collate(examples, 48))
+    built = model()
+    found = [[embedded(built, text) for text in row] for row in texts]
+    # Columns: the positives of rows 0 to 3, then the negatives.
+    allowed = [[1, 0, 1, 0, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1, 1, 0]]
+    allowed.append([0, 1, 1, 1, 1, 1, 1, 1])
+    candidates = torch.stack([row[1] for row in found] + [row[2] for row in found])
+    losses = []
+    for number, row in enumerate(found):
+        scores = F.cosine_similarity(row[0][None], candidates) / 0.05
+        scores = scores.masked_fill(torch.tensor(allowed[number]) == 0, -torch.inf)
+        losses.append(F.cross_entropy(scores, torch.tensor(number)))
+    assert_is_loss(objective, built, batch, parts, torch.stack(losses).mean(), anchors=4)
+    with pytest.raises(ConfigError, match=r"known_positives is -1. Use the most that a row has"):
+        contrastive.Config(known_positives=-1)

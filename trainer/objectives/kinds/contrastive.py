@@ -54,6 +54,9 @@ class Config(EmbeddingConfig):
         symmetric: also finds the first text of each second one; the loss is the mean of both.
         mask_equal: a text is no negative where it equals the row's first or second text, or
             belongs to an equal first text.
+        known_positives: the most positives that a row of retrieval has; a passage is no negative
+            where it is any of them, also one that the row has not drawn. A row with more is
+            refused. 0 masks the drawn one only.
         margin: a second text is no negative where its cosine is higher than the right one's
             by more than this, as it may be right too (Zhang et al. 2025, "Qwen3 Embedding",
             with 0.1); null masks none.
@@ -78,6 +81,7 @@ class Config(EmbeddingConfig):
     learn_temperature: bool = False
     symmetric: bool = False
     mask_equal: bool = True
+    known_positives: int = 0
     margin: float | None = None
     guide: Guide | None = None
     widths: tuple[int, ...] = ()
@@ -115,6 +119,10 @@ class Config(EmbeddingConfig):
             raise ConfigError("margin is a cosine, and similarity is dot. Set one of them to null.")
         if self.negatives < 0:
             raise ConfigError(f"negatives is {self.negatives}. Use 0 or more.")
+        if self.known_positives < 0:
+            raise ConfigError(
+                f"known_positives is {self.known_positives}. Use the most that a row has, or 0."
+            )
         if self.distill is not None and self.distill.loss != "mse" and not self.negatives:
             raise ConfigError(
                 f"distill.loss is {self.distill.loss}, which compares passages, and rows have one. "
@@ -163,9 +171,10 @@ class _Columns(NamedTuple):
 
     Attributes:
         pairs: embeddings, [N, T, D].
-        texts: [N, 2 T], see `Contrastive`.
+        texts: [N, T, 2], see `Contrastive`.
         anchor: [N], whether the row has a pair that belongs together; times its weight.
         weights: [N].
+        passages: [N, T - 1 + K, 2], see `Contrastive`; [N, 0, 2] without known positives.
         logit_scale: [1], the parameter of a learned temperature.
         guide: a guide's embeddings, [N, T, G]; G is 0 without one.
     """
@@ -174,6 +183,7 @@ class _Columns(NamedTuple):
     texts: Tensor
     anchor: Tensor
     weights: Tensor
+    passages: Tensor
     logit_scale: Tensor | None
     guide: Tensor
 
@@ -184,6 +194,8 @@ class Contrastive(SentencePairs, OverBatch):
     A row has T = 2 + `negatives` texts. The outputs are the similarities of the rows' own pairs,
     [B, 1]. To the rows of `SentencePairs` it adds:
         texts: int32 [B, 2 T], two numbers below 2^24 that tell each text from others.
+        passages: int32 [B, 2 (T - 1 + K)], with K `known_positives`: the same of the passages and
+            of the row's positives.
         scores: float32 [B, M], with `distill`: a teacher's, of the texts after the first.
 
     Attributes:
@@ -199,6 +211,8 @@ class Contrastive(SentencePairs, OverBatch):
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         super().__init__(config, vocabulary)
         self.texts = 2 + config.negatives
+        known = config.known_positives
+        self._numbers = self.texts - 1 + known if known else 0  # of passages, in a row
         if config.learn_temperature:
             self.needs |= {"logit_scale"}
             self.mean_names = (*self.mean_names, "temperature")
@@ -207,12 +221,13 @@ class Contrastive(SentencePairs, OverBatch):
             self._parts,
             kind="retrieval",
             negatives=config.negatives,
+            known_positives=config.known_positives,
             query_length=lengths[0],
             passage_length=lengths[1],
         )
         self._of_retrieval: Parts | None = of_retrieval
         # Only retrieval has such rows; with neither, the dataset decides.
-        if config.negatives or lengths != (None, None):
+        if config.negatives or config.known_positives or lengths != (None, None):
             self._parts, self._of_retrieval = of_retrieval, None
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
@@ -244,6 +259,11 @@ class Contrastive(SentencePairs, OverBatch):
         batch = super().collate(examples, sequence_length)
         if self.config.distill is not None:
             batch["scores"] = self.config.distill.scores(examples)
+        if self.config.known_positives:
+            passages = labels_of(examples).passages
+            assert passages is not None, "the layout asks for them"
+            both = np.stack((passages % 2**24, passages // 2**24), 2)
+            batch["passages"] = both.reshape(len(passages), -1).astype(np.int32)
         # Six bytes of a digest are two numbers of 24 bits, which fp32 holds exactly: the table of
         # the global batch, with embeddings and texts, is one tensor.
         digests = [
@@ -269,6 +289,8 @@ class Contrastive(SentencePairs, OverBatch):
         weights = batch["weights"]
         anchor = (batch["labels"] == self.config.positive) * weights
         columns = [pairs.flatten(1), batch["texts"].float(), anchor[:, None], weights[:, None]]
+        if self._numbers:
+            columns.append(batch["passages"].float())
         if logit_scale is not None:
             columns.append(logit_scale.expand(len(weights), 1))
         return torch.cat(columns, 1)
@@ -281,19 +303,20 @@ class Contrastive(SentencePairs, OverBatch):
 
     def _columns(self, table: Tensor) -> _Columns:
         """Splits a table of summaries."""
-        others = [2 * self.texts, 1, 1, int(self.config.learn_temperature)]
-        others.append(self.texts * self.guide_width)
-        embedded, texts, anchor, weights, logit_scale, guide = torch.split(
+        learned, rows = int(self.config.learn_temperature), len(table)
+        others = [2 * self.texts, 1, 1, 2 * self._numbers, learned, self.texts * self.guide_width]
+        embedded, texts, anchor, weights, passages, logit_scale, guide = torch.split(
             table, [table.shape[1] - sum(others), *others], 1
         )
         return _Columns(
-            embedded.view(len(table), self.texts, -1),
-            texts,
+            embedded.view(rows, self.texts, -1),
+            texts.view(rows, self.texts, 2),
             anchor[:, 0],
             weights[:, 0],
+            passages.view(rows, self._numbers, 2),
             # All rows have the same value.
             logit_scale[0] if self.config.learn_temperature else None,
-            guide.view(len(table), self.texts, self.guide_width),
+            guide.view(rows, self.texts, self.guide_width),
         )
 
     def over_batch(self, table: Tensor) -> Tensor:
@@ -353,13 +376,19 @@ class Contrastive(SentencePairs, OverBatch):
         padding = columns.weights == 0
         masked = (padding | padding[:, None]).repeat(1, self.texts - 1)
         if self.config.mask_equal:
-            first, second, *others = texts.view(rows, self.texts, 2).unbind(1)
+            first, second, *others = texts.unbind(1)
             candidates = torch.cat((second, *others))
             # For a row, the first text is an anchor, and each column's text a candidate.
             for own in (second, first):
                 masked = masked | (own[:, None] == candidates).all(-1)
             # Hard negatives of an equal first text stay what they are.
             masked[:, :rows] |= (first[:, None] == first).all(-1)
+        if self._numbers:
+            passages = columns.passages.unbind(1)
+            candidates = torch.cat(passages[: self.texts - 1])
+            # Each candidate beside the positives of each row, one after the other.
+            for positive in passages[self.texts - 1 :]:
+                masked |= (positive[:, None] == candidates).all(-1)
         masked = masked & ~torch.eye(*masked.shape, dtype=torch.bool, device=texts.device)
         both = masked, masked[:, :rows].mT
         if (guide := self.config.guide) is None:
