@@ -250,3 +250,27 @@ def test_wrong_guides_and_models_are_refused(
     refused = samestep("train", file, run, "model.logit_scale=true")
     assert refused.code == 2
     assert "set model.logit_scale=false" in refused.message
+
+
+@pytest.mark.long
+def test_batches_of_one_source_and_similar_lengths_are_in_the_ledger(
+    folder: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    """Over several passes; each batch of 12 rows is from one of two datasets."""
+    (tmp_path / "more").mkdir()
+    source = {"kind": "retrieval", "paths": [str(folder / "dev.jsonl")]}
+    more = tasks.build_rows(tmp_path / "more", source, dataset_folder / "tokenizer")
+    file, run = folder / "retriever.yaml", tmp_path / "run"
+    first = yaml.safe_load(file.read_text())["data"]["path"]
+    sources = json.dumps([{"path": first, "weight": 2}, {"path": str(more), "name": "more"}])
+    settings = (
+        f"data.sources={sources}",
+        "data.group_by_source=12",
+        "data.group_by_length=12",
+        "data.lanes=4",
+        "training.steps=160",
+        "training.evaluate_every=null",
+        "objective.known_positives=2",
+    )
+    assert samestep("train", file, f"output={run}", *settings).code == 0
+    assert samestep("ledger", "verify", run).code == 0
