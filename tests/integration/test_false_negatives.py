@@ -247,6 +247,15 @@ def test_wrong_guides_and_models_are_refused(
     refused = samestep("train", file, run, "objective.learn_temperature=true")
     assert refused.code == 2
     assert "set model.logit_scale=true or objective.learn_temperature=false" in refused.message
+    refused = samestep("train", file, run, "objective.known_positives=1")
+    assert refused.code == 1
+    assert "the row has 2 positives and objective.known_positives is 1" in refused.message
+    all_three = (
+        f"objective.guide.path={folder / 'guide'}",
+        "objective.known_positives=2",
+        *LEARNED,
+    )
+    assert samestep("plan", file, "--devices", 2, *all_three).code == 0
     refused = samestep("train", file, run, "model.logit_scale=true")
     assert refused.code == 2
     assert "set model.logit_scale=false" in refused.message

@@ -171,7 +171,7 @@ class Taught(Objective):
 
     @abstractmethod
     def attach(self, teacher: nn.Module) -> None:
-        """Sets the teacher, in eval mode and without gradients; only `loss` needs it."""
+        """Sets the teacher, in eval mode and without gradients; only `loss` and `summary` need it."""
 
 
 class OverBatch(Objective):

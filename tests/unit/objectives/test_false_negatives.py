@@ -24,6 +24,9 @@ from tests.unit.objectives.test_sentence_pairs import (
     tensors,
 )
 from tests.unit.objectives.tiny_bert import tiny_bert
+from trainer.models import Stored
+from trainer.models.families import bert, llama, t5, xlnet
+from trainer.models.inputs import Inputs
 from trainer.objectives.guide import Guide
 from trainer.objectives.kinds import contrastive
 
@@ -134,6 +137,27 @@ def gist(guide: Guide, temperature: float, embeddings: Tensor, guided: Tensor) -
         columns, [[each] for each in guided.unbind(1)], with_backward=True
     )
     return value, torch.stack([column[0].grad for column in columns], 1)
+
+
+@pytest.mark.parametrize("family", [bert, llama, t5, xlnet])
+def test_each_way_to_build_a_model_has_a_scale(family: Any) -> None:
+    """It begins at the objective's temperature, and other objectives have a model without it."""
+    sizes = {"layers": 1, "width": 16, "heads": 2, "ffn_width": 32}
+    more = {"causal": False, "kv_heads": 2} if family is llama else {}
+    config = family.Config(100, **sizes, **more, head="embedding", logit_scale=True)
+    built = config.build()
+    with torch.no_grad():
+        for name, each in built.named_parameters():
+            each.copy_(built.initial_values(name, 0, each.numel(), 0).view_as(each))
+    inputs = Inputs(torch.full((2, 8), 9), positions=torch.arange(8)[None])
+    found = built(inputs, frozenset({"embedding", "logit_scale"}))
+    assert found["logit_scale"].tolist() == [0.0]
+    assert built.role("logit_scale").part == "head"
+    own = config.for_needs(frozenset({"embedding"}))
+    assert "logit_scale" not in dict(own.build().named_parameters())
+    stored = Stored(config, {name: tuple(each.shape) for name, each in built.named_parameters()})
+    assert built.start_from(stored).sources["logit_scale"] is None
+    assert "logit_scale" in own.build().start_from(stored).unused
 
 
 @pytest.mark.parametrize("negatives", [0, 2])
