@@ -59,6 +59,8 @@ class Parts:
         negatives: of retrieval: the number of a row's negatives that an example has.
         query_length, passage_length: of retrieval: positions of a text with the special tokens
             around it; a longer text is truncated. None is limited by `sequence_length` alone.
+        known_positives: of retrieval: the most positives of a row, whose `Labels.passages` examples
+            then have; 0 leaves these out.
         score_range: of retrieval: the least and the highest score that a loss is defined for.
     """
 
@@ -71,6 +73,7 @@ class Parts:
     negatives: int = 0
     query_length: int | None = None
     passage_length: int | None = None
+    known_positives: int = 0
     score_range: tuple[float, float] | None = None
 
     @property
@@ -144,6 +147,9 @@ class Labels:
         begin: int64 [B], first token of the example's last chunk, counted through the row's texts.
         examples: int64 [B], number of examples that the whole row has become.
         ranks: bool [B], whether each is a row of retrieval; None if none is.
+        passages: int64 [B, 1 + N + K], with K `Parts.known_positives`: which passages the example
+            has, then all positives of the row, as numbers below 2^48 that differ between datasets.
+            A row with fewer repeats its first passage. None if K is 0.
     """
 
     values: npt.NDArray[np.float32]
@@ -152,6 +158,7 @@ class Labels:
     begin: npt.NDArray[np.int64]
     examples: npt.NDArray[np.int64]
     ranks: npt.NDArray[np.bool_] | None = None
+    passages: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)

@@ -248,6 +248,10 @@ class SourceGroups(MixedOrder):
         super().__init__(groups, orders, lanes=1)
         self._size, self._source_lanes = size, next(iter(orders.values())).lanes
 
+    def source_of(self, number: Int64) -> Int64:
+        """The number of each example's source: int64 [B]."""
+        return self._find(number)[0]
+
     def _find(self, number: Int64) -> tuple[Int64, Int64]:
         group, within = np.divmod(number, self._size)
         source, nth = super()._find(group)

@@ -47,11 +47,13 @@ def count_digest(spec: PackSpec, policy: Policy) -> str:
     # `concat` and `padded` fill the first side only: T5's objectives share their counts.
     if policy in ("concat", "padded") and not spec.text_pairs:
         spec = replace(spec, sides=None)
-    digest = packing_digest(spec, policy)
-    if spec.parts is None or spec.parts.score_range is None:
-        return digest
-    # Counting checks the scores, and cached counts of another loss would skip that.
-    return hashlib.sha256(f"{digest} {spec.parts.score_range}".encode()).hexdigest()
+    digest, parts = packing_digest(spec, policy), spec.parts
+    # Counting checks rows, and cached counts of another objective would skip that.
+    if parts is not None and parts.score_range is not None:
+        digest = hashlib.sha256(f"{digest} {parts.score_range}".encode()).hexdigest()
+    if parts is not None and parts.known_positives:
+        digest = hashlib.sha256(f"{digest} {parts.known_positives}".encode()).hexdigest()
+    return digest
 
 
 def _description(parts: Parts) -> str:

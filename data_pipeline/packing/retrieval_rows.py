@@ -28,7 +28,7 @@ def plan(shard: ShardIndex, spec: PackSpec) -> PackPlan:
 
 
 def check(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
-    """Rejects rows with too few negatives or unusable scores, and sequences without room.
+    """Rejects rows whose passages or scores the objective cannot use, and too short sequences.
 
     Args:
         files: names of the source files that `shard.origin` refers to.
@@ -54,6 +54,15 @@ def check(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
             f"{files[file]}:{line}: the row has {counts[wrong[0], 1]} negatives and the objective "
             f"reads {needed} (too few in {wrong.size} of the {len(counts)} rows of its shard); "
             "lower objective.negatives, or remove such rows"
+        )
+    known = spec.parts.known_positives
+    wrong = np.flatnonzero(counts[:, 0] > known)
+    if known and wrong.size:
+        file, line = shard.origin[wrong[0]].tolist()
+        raise DataError(
+            f"{files[file]}:{line}: the row has {counts[wrong[0], 0]} positives and "
+            f"objective.known_positives is {known} (too few for {wrong.size} of the {len(counts)} "
+            f"rows of its shard, of which one has {counts[:, 0].max()}); raise it, or set it to 0"
         )
     if spec.parts.score_range is not None:
         least, most = spec.parts.score_range

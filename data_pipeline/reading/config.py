@@ -39,8 +39,8 @@ class Config:
             the global batch size; rows are then no wider than the longest of their batch. Part of
             the order. None: all rows have sequence_length positions, as compilers need.
         group_by_source: of `sources`: the size of groups of consecutive examples from one source,
-            which divides the global batch size. Part of the order. None: each example's source is
-            chosen by itself.
+            which divides the global batch size; `group_by_length` must be the same, if it is set.
+            Part of the order. None: each example's source is chosen by itself.
         threads: number of threads that make batches; 0 makes them in the training thread.
         prefetch: number of global batches that threads keep ready, or of blocks of several small
             ones.

@@ -5,6 +5,10 @@ in random order: lengths 7 2 5 3 in groups of 2 become [2 3] [5 7], or [5 7] [2 
 pure function of the order and the seed; batch size and number of devices play no role. Batches as
 large as a group, or a divisor of it, have the least padding. If an epoch ends within a batch, that
 batch holds the shortest examples of both epochs.
+
+With groups from one source (`data.group_by_source`), examples change places with others of their
+source alone, so groups stay from one source: A9 A2, B4 B8, A3 A7 (sources and lengths) become
+A2 A3, B4 B8, A7 A9, in random order.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.order.example_order import ExampleOrder, Location
+from data_pipeline.order.mixture import SourceGroups
 from data_pipeline.packing import Int64
 from data_pipeline.reading.config import Config
 from samestep.errors import ConfigError
@@ -44,10 +49,11 @@ def check_groups(config: Config, spec: PackSpec) -> None:
             "data.group_by_length needs an order that never changes. Set it to null, or set "
             "data.on_corrupt=stop data.weights=[] data.on_change=error."
         )
-    if config.group_by_source is not None:
+    if config.group_by_source not in (None, config.group_by_length):
         raise ConfigError(
-            "data.group_by_length sorts the examples of several groups of data.group_by_source. "
-            "Set one of them to null."
+            f"data.group_by_length is {config.group_by_length}, and its groups are those of "
+            f"data.group_by_source, {config.group_by_source}. Set both to the same number, or one "
+            "of them to null."
         )
 
 
@@ -71,6 +77,7 @@ class LengthGroups:
     ) -> None:
         self._order, self._positions, self._size, self._seed = order, positions, size, seed
         self.examples = order.examples
+        self._sources = order if isinstance(order, SourceGroups) else None
         self._end = order.examples if finite else None
         self._pool = functools.lru_cache(maxsize=8)(self._arrange)  # a batch needs one or two
 
@@ -78,7 +85,13 @@ class LengthGroups:
         """A pool's example numbers in the underlying order, grouped."""
         # A stable sort, so equal lengths keep the order's shuffling.
         number = np.arange(first, end)
-        by_length = number[np.argsort(self._positions(self._order.locate(number)), kind="stable")]
+        length = self._positions(self._order.locate(number))
+        if self._sources is None:
+            by_length = number[np.argsort(length, kind="stable")]
+        else:
+            source = self._sources.source_of(number)
+            by_length = np.empty_like(number)
+            by_length[np.argsort(source, kind="stable")] = number[np.lexsort((length, source))]
         # Groups begin at multiples of their size, as batches do. The first and the last group may
         # belong partly to another epoch, so they are not shuffled.
         head = min(-first % self._size, len(number))
@@ -92,10 +105,13 @@ class LengthGroups:
         )
 
     def _bounds(self, number: Int64) -> tuple[Int64, Int64]:
-        """The range [first, end) of each example's pool, which does not cross epochs."""
-        # Pools of 100 in epochs of 250: example 260 is in [250, 300), the rest of its pool.
+        """The range [first, end) of each example's pool; of one source, it crosses no epochs."""
         size, begin = GROUPS * self._size, number // self.examples * self.examples
         pool = number // size * size
+        # Sources have epochs of their own, and groups must stay whole.
+        if self._sources is not None:
+            return pool, pool + size
+        # Pools of 100 in epochs of 250: example 260 is in [250, 300), the rest of its pool.
         return np.maximum(pool, begin), np.minimum(pool + size, begin + self.examples)
 
     def _grouped(self, number: Int64) -> Int64:

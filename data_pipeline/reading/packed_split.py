@@ -176,7 +176,8 @@ class PackedSplit:
         from data_pipeline.reading.retrieval_rows import complete
 
         keys = self._keys(at, self._choice_seed)
-        return complete(examples, shards, at.index, keys, self._dataset.passages, self._spec)
+        manifest, passages = self._dataset.manifest, self._dataset.passages
+        return complete(examples, shards, at.index, keys, passages, self._spec, manifest.digest)
 
     def _keys(self, at: Location, seed: int) -> U64:
         return combine(seed, _EXAMPLE, at.epoch, self.ids(at))

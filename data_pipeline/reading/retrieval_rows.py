@@ -113,12 +113,14 @@ def complete(
     key: U64,
     passages: Passages,
     spec: PackSpec,
+    dataset: str,
 ) -> Examples:
     """Adds passages to B examples, which have a query each.
 
     Args:
         shards: of each example; its index in the shard is `index`.
         key: as for `choose`.
+        dataset: its digest.
     """
     parts, labels = spec.parts, queries.labels
     assert parts is not None
@@ -152,8 +154,26 @@ def complete(
             count=ones * chosen.slot.shape[1],
             begin=0 * ones,
             ranks=ones > 0,
+            passages=_known(chosen, shards, index, parts.known_positives, dataset),
         ),
     )
+
+
+def _known(
+    chosen: _Chosen, shards: Sequence[PackedShard], index: Int64, most: int, dataset: str
+) -> Int64 | None:
+    """The passages of each row, then all its positives, for `Labels.passages`."""
+    if not most:
+        return None
+    count = chosen.number.shape[1]
+    found = np.repeat(chosen.number[:, :1], count + most, axis=1)
+    found[:, :count] = chosen.number
+    for row, (shard, first) in enumerate(zip(shards, (2 * index).tolist(), strict=True)):
+        begin, end = shard.passage_start[first : first + 2]
+        found[row, count : count + end - begin] = shard.passages[begin:end]
+    # Numbers have 32 bits; another dataset's differ in the 16 bits above.
+    other: Int64 = found + (name_key(dataset) % 2**16 << 32)
+    return other
 
 
 def _scores(

@@ -108,6 +108,7 @@ def _merge_labels(parts: Sequence[Labels], by_row: Int64) -> Labels | None:
     ranks = [
         np.zeros(len(each.count), np.bool_) if each.ranks is None else each.ranks for each in parts
     ]
+    passages = [each.passages for each in parts if each.passages is not None]
     values = ranges((np.cumsum(count) - count)[by_row], count[by_row])
     return Labels(
         values=np.concatenate([each.values for each in parts])[values],
@@ -116,4 +117,5 @@ def _merge_labels(parts: Sequence[Labels], by_row: Int64) -> Labels | None:
         begin=np.concatenate([each.begin for each in parts])[by_row],
         examples=np.concatenate([each.examples for each in parts])[by_row],
         ranks=np.concatenate(ranks)[by_row] if any(each.any() for each in ranks) else None,
+        passages=np.concatenate(passages)[by_row] if passages else None,
     )

@@ -69,9 +69,10 @@ def fetch(target: str, overrides: list[str], to: str | None) -> list[str]:
 def _experiment_inputs(experiment: Experiment, to: str | None) -> Iterator[str]:
     """Downloads an experiment's weights, teacher and datasets; yields the settings."""
     folder = Path(to or "fetched")
+    objective = experiment.objective
     models = [
         ("init_from", experiment.init_from, "model"),
-        ("objective.teacher", experiment.objective.teacher_path, "teacher"),
+        (f"objective.{objective.teacher_setting}", objective.teacher_path, "teacher"),
     ]
     for setting, start, place in models:
         if start and is_hub_path(start):

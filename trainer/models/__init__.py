@@ -55,6 +55,7 @@ Outputs: TypeAlias = frozenset[str]
                        factorization order (XLNet)
     embedding          [B, S, D], hidden states, whose mean is the embedding of a text
     tag_transitions    [C + 1, C + 1], scores of transitions between tags (`crf`)
+    logit_scale        [1], logarithm of the change of similarities' scale (`logit_scale`)
     mix_scores         [layers + 1], scores of a learned mean of layers (`scalar_mix`)
     classification, multiple_choice, tagging, question_answering
                        logits [B, P, C] of a task's head
@@ -393,6 +394,11 @@ class ModelConfig(ABC):
     def scalar_mix_l2(self) -> float:
         """Coefficient of the penalty on the scores of a learned mean of layers."""
         return 0.0
+
+    @property
+    def logit_scale(self) -> bool:
+        """Whether the scale of similarities is learned."""
+        return False
 
     @property
     def peft(self) -> Peft | None:

@@ -241,7 +241,8 @@ class TransformerModel(Model):
         sources |= self._new_head(stored, shapes, extras)
         # A part that a setting has added since begins anew.
         own = {name for name in shapes if self._extra(name) is not None}
-        sources |= dict.fromkeys(own - stored.shapes.keys())
+        anew = {name for name in own if (extra := self._extra(name)) and extra.starts_anew}
+        sources |= dict.fromkeys(anew | (own - stored.shapes.keys()))
         if (peft := self.config.peft) is not None:
             sources |= {
                 name: None for name in shapes if name not in stored.shapes and peft.owns(name)

@@ -79,6 +79,8 @@ class TransformerConfig(ModelConfig):
             kernels in training, samestep's own allows any rate.
         norm_eps: added to the variance in norms.
         activation: of the feed-forward network.
+        logit_scale: learns the scale of similarities, for `objective: {kind: contrastive,
+            learn_temperature: true}`.
         peft: parameter-efficient fine-tuning (a module of trainer/models/peft/kinds): trains added
             parameters and a task's head, and freezes the rest; None trains all.
     """
@@ -92,6 +94,7 @@ class TransformerConfig(ModelConfig):
     attention_dropout: float = 0.1
     norm_eps: float = 1e-5
     activation: Activation = "gelu"
+    logit_scale: bool = False
     peft: Annotated[Peft, Kinds("trainer.models.peft.kinds")] | None = None
 
     def __post_init__(self) -> None:
@@ -101,6 +104,11 @@ class TransformerConfig(ModelConfig):
             self.check_rate(name)
         if not self.norm_eps > 0:
             raise ConfigError(f"norm_eps is {self.norm_eps}. Use a number above 0.")
+        if self.logit_scale and self.head != "embedding":
+            raise ConfigError(
+                f"logit_scale is true, but a {self.head} head compares no embeddings. Set "
+                "logit_scale to false, or head to embedding."
+            )
 
     def check_heads(self) -> None:
         """Rejects a width that is not a multiple of the number of heads."""
@@ -330,7 +338,11 @@ class TransformerConfig(ModelConfig):
 
     def build_extras(self) -> Sequence[Extra]:
         """The optional parts, in the order of their parameters in checkpoints."""
-        return ()
+        if not self.logit_scale:
+            return ()
+        from trainer.models.extras.logit_scale import LogitScale
+
+        return (LogitScale(),)
 
     def build_layers(self) -> Sequence[nn.Module]:
         """The layers of a model with one stack. A module may appear more than once."""
@@ -354,7 +366,7 @@ class TransformerConfig(ModelConfig):
         head = next((head for head in heads if head in needs), "language_model")
         # Facts that a family has turned into settings can be changed; the others cannot.
         settings = {field.name for field in fields(self)}
-        changes: dict[str, Any] = {}
+        changes: dict[str, Any] = {"logit_scale": "logit_scale" in needs}
         if "head" in settings:
             changes |= {"head": head, "labels": labels}
         elif head != "language_model":

@@ -14,6 +14,7 @@ from trainer.models import Outputs
 from trainer.models.base import TransformerModel, layer_numbers, matrix_flops
 from trainer.models.cache import Cache, Memory
 from trainer.models.config import TransformerConfig
+from trainer.models.extras import HeadInput
 from trainer.models.fused import Mask
 from trainer.models.inputs import Inputs
 from trainer.models.layers.attention import causal_mask, segment_mask, take
@@ -82,6 +83,7 @@ class EncoderDecoder(TransformerModel):
         self.decoder_bias = decoder_bias if decoder_layers else None
         self.decoder_norm = config.build_norm() if pre and decoder_layers else nn.Identity()
         self.head = head
+        self.add_extras(config.build_extras())
 
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
         """Computes the outputs, by name (see `trainer.models.Outputs`).
@@ -190,6 +192,8 @@ class EncoderDecoder(TransformerModel):
             hidden = take(hidden, inputs.predicted)
         if self.config.predicts in outputs:
             found |= self.answer(self.config.predicts, self.head, inputs, hidden, matrix, key)
+        for extra in self.extras:
+            found |= extra.answer(self, HeadInput(inputs, outputs, hidden, hidden, matrix))
         return found
 
     def _embed_source(self, inputs: Inputs, keys: _Keys) -> tuple[Tensor, Tensor]:

@@ -171,7 +171,7 @@ class Taught(Objective):
 
     @abstractmethod
     def attach(self, teacher: nn.Module) -> None:
-        """Sets the teacher, in eval mode and without gradients; only `loss` needs it."""
+        """Sets the teacher, in eval mode and without gradients; only `loss` and `summary` need it."""
 
 
 class OverBatch(Objective):
@@ -202,9 +202,13 @@ class ObjectiveConfig(ABC):
         writes_text: whether the model learns to write a text for each source.
         masked: whether its accuracy is of masked positions.
         target_length: maximum number of tokens of a target, if that is a setting.
+        teacher_setting: name of the setting that holds `teacher_path`.
+        teacher_embeds: whether the teacher only embeds texts, and need not be like the student.
         embeds: whether it has the settings of `sentence_pairs.EmbeddingConfig`.
     """
 
+    teacher_setting = "teacher"
+    teacher_embeds = False
     embeds = False
     metrics: tuple[str, ...] = ()
     writes_text = False
@@ -215,6 +219,10 @@ class ObjectiveConfig(ABC):
     def teacher_path(self) -> str | None:
         """Path of a trained model that the objective learns from."""
         return None
+
+    def longest_text(self, sequence_length: int) -> int:
+        """The most positions that a sequence of the model can have."""
+        return sequence_length
 
     @property
     def task(self) -> ObjectiveConfig:

@@ -115,12 +115,16 @@ class SentencePairs(RowTask):
 
     def embed(self, model: nn.Module, batch: Tensors) -> Tensor:
         """The embeddings of the texts of each row: float32 [B, T, D]."""
-        hidden = model(Inputs.of(batch), frozenset({"embedding"}))["embedding"].float()
+        hidden = model(Inputs.of(batch), frozenset({"embedding"}))["embedding"]
+        return self.pool_texts(hidden, batch, self.config.pool)
+
+    def pool_texts(self, hidden: Tensor, batch: Tensors, how: Pool | None) -> Tensor:
+        """The embeddings of the texts in each row's states: [B, S, D] -> float32 [B, T, D]."""
         segments = batch["segments"][:, None, :]
         number = torch.arange(1, self.texts + 1, device=segments.device)[:, None]
         # Under autocast the mean, a matrix product, would have 8 bits.
         with without_autocast(hidden.device):
-            return pool(hidden, segments == number, self.config.pool or "mean")
+            return pool(hidden.float(), segments == number, how or "mean")
 
     def comparable(self, embedded: Tensor) -> Tensor:
         """Embeddings [..., D] as vectors whose products are their similarities."""

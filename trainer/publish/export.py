@@ -86,6 +86,10 @@ def export_weights(
                 weights.config,
                 parameters_of_part(weights.config, parameters, prefix),
             )
+        if ours.logit_scale:
+            ours = ours.with_settings(logit_scale=False)
+            del parameters["logit_scale"]
+            logger.info("left out, because only training reads it: logit_scale")
         # A padding token that `adapt` has added comes after the vocabulary, and needs a row.
         if padding is not None and padding >= ours.vocab_size:
             ours, parameters = ours.pad_vocabulary(parameters, padding + 1)

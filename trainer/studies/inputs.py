@@ -63,7 +63,7 @@ def stamps_of_experiment(settings: Tree) -> list[Stamp]:
         case {"path": path}:
             folders.append(path)
     match settings.get("objective"):
-        case {"teacher": teacher}:
+        case {"teacher": teacher} | {"guide": {"path": teacher}}:
             weights.append(teacher)
     return stamps_of_folders(*folders) + stamps_of_weights(*weights)
 

@@ -252,10 +252,11 @@ def changes_since(meta: Meta, description: Meta) -> str:
             "none now. Put it back, or start a new run with init_from"
         )
     if teacher != new_teacher:
+        guides = description["config"]["objective"].get("guide") is not None
         raise CheckpointError(
-            "objective.teacher names other weights than the run has learned from until step "
-            f"{meta['step']}. Name those weights (by their own checkpoint if the teacher's run has "
-            "continued), or start a new run with init_from"
+            f"objective.{'guide.path' if guides else 'teacher'} names other weights than the run "
+            f"has learned from until step {meta['step']}. Name those weights (by their own "
+            "checkpoint if the teacher's run has continued), or start a new run with init_from"
         )
     stored, config = stored_config(meta), description["config"]
     changes = differences(stored, config)

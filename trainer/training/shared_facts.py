@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 _MAY_DIFFER = re.compile(
     r"output|tracking\..*|checkpoint\.folder|accelerator\.threads"
     r"|data\.(path|sources\.\d+\.path|cache|cache_size|threads|prefetch)"
-    r"|(probes\.[^.]+|training\.retrieval)\.path|init_from|init_embeddings|objective\.teacher"
+    r"|(probes\.[^.]+|training\.retrieval)\.path|init_from|init_embeddings"
+    r"|objective\.(teacher|guide\.path)"
     r"|training\.(collective_timeout|hang_timeout|preemption\..*)"
 )
 _DESCRIPTIONS = ("config.json", "adapter_config.json")
@@ -109,8 +110,8 @@ def _contents(
     if (retrieval := experiment.training.retrieval) is not None:
         judged = partial(_collection, retrieval.split)
         yield "training.retrieval.path", judged, retrieval.path
-    if experiment.objective.teacher_path is not None:
-        yield "objective.teacher", _weights, experiment.objective.teacher_path
+    if (teacher := experiment.objective.teacher_path) is not None:
+        yield f"objective.{experiment.objective.teacher_setting}", _weights, teacher
     starts = {"init_from": experiment.init_from, "init_embeddings": experiment.init_embeddings}
     for name, path in starts.items():
         if path is None:

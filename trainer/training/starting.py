@@ -78,7 +78,8 @@ def load_experiment(
     experiment: Experiment = decode(Experiment, tree)
     objectives = (experiment.objective, *(phase.objective for phase in experiment.phases))
     embeds = any(objective.embeds for objective in objectives if objective is not None)
-    if embeds and not elsewhere and not (offline and is_url(experiment.init_from or "")):
+    paths = experiment.init_from or "", experiment.objective.teacher_path or ""
+    if embeds and not elsewhere and not (offline and any(map(is_url, paths))):
         from trainer.training.weights.pooling import with_pooling
 
         experiment = with_pooling(experiment, begun)

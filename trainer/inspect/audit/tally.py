@@ -89,13 +89,13 @@ class Tally:
             excluded: which of them the run skipped.
         """
         number, epoch, example = rows["number"], rows["epoch"], rows["example"]
-        if self.own_numbers:
-            number = self._added + np.arange(len(number))
-        self._added += len(number)
-        if self.pool is None:
-            np.maximum.at(self._reached, number % self.lanes, epoch)
-        else:
+        if self.pool is not None:
             self._add_pools(number // self.pool, epoch)
+        else:
+            if self.own_numbers:
+                number = self._added + np.arange(len(number))
+            np.maximum.at(self._reached, number % self.lanes, epoch)
+        self._added += len(number)
         for each in np.unique(epoch).tolist():
             found = self.passes.setdefault(each, Pass(np.zeros(self.size, dtype=np.bool_)))
             here = epoch == each

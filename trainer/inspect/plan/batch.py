@@ -102,6 +102,12 @@ def _labels(experiment: Experiment, parts: Parts, tokens: int) -> Labels:
     classes = len(experiment.model.labels) if soft else 1 + parts.negatives
     count = {"row": classes, "tokens": tokens, "span": 2}[TASKS[parts.kind].labeled]
     values, zeros = np.zeros(count, dtype=np.float32), np.zeros(1, dtype=np.int64)
+    known = 1 + parts.negatives + parts.known_positives if parts.known_positives else 0
     return Labels(
-        *(values, np.array([count])), document=zeros, begin=zeros, examples=zeros + 1, ranks=ranks
+        *(values, np.array([count])),
+        document=zeros,
+        begin=zeros,
+        examples=zeros + 1,
+        ranks=ranks,
+        passages=np.zeros((1, known), dtype=np.int64) if known else None,
     )

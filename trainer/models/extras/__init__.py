@@ -47,6 +47,7 @@ class Extra(nn.Module):
         needs_layers: whether it needs the states of all layers.
         pretraining: the setting that adds it, if fine-tuning leaves it out.
         has_labels: whether its parameters belong to the labels of a task's head.
+        starts_anew: whether trained weights that a run starts from give it no values.
         lends: prefixes of a new head's parameters -> prefixes of the extra's that they start from.
     """
 
@@ -59,6 +60,7 @@ class Extra(nn.Module):
     needs_layers: ClassVar[bool] = False
     pretraining: ClassVar[str] = ""
     has_labels: ClassVar[bool] = False
+    starts_anew: ClassVar[bool] = False
     lends: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def add_to(self, model: nn.Module) -> None:

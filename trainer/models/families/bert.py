@@ -170,7 +170,7 @@ class Config(Family):
             from trainer.models.extras.teacher_width import TeacherWidth
 
             extras.append(TeacherWidth(self.width, self.teacher_width))
-        return extras
+        return [*extras, *super().build_extras()]
 
     def build_base(self) -> Transformer:
         return Transformer(self, self._build_head(), self.build_extras())

@@ -179,10 +179,11 @@ class Config(Family):
         if self.pooling != "first":
             from trainer.models.extras.mean_pooling import MeanPooling
 
-            return (MeanPooling(self.width if self.pooling == "late" else None),)
+            pooling = MeanPooling(self.width if self.pooling == "late" else None)
+            return (pooling, *super().build_extras())
         # An untied head is not among the weights of a task.
         if self.head not in POOLED or not (self.causal and self.tied):
-            return ()
+            return super().build_extras()
         from trainer.models.extras.auxiliary_lm import AuxiliaryLanguageModel
 
         return (AuxiliaryLanguageModel(self),)

@@ -177,7 +177,8 @@ class Config(Family):
     def build_base(self) -> EncoderDecoder | Transformer:
         head = self._build_head()
         if self.causal:
-            return Transformer(self, head, relative_bias=self._bias(bidirectional=self.prefix_lm))
+            bias = self._bias(bidirectional=self.prefix_lm)
+            return Transformer(self, head, self.build_extras(), relative_bias=bias)
         return EncoderDecoder(
             self,
             head,

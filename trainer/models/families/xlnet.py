@@ -133,7 +133,7 @@ class XLNet(Transformer):
     config: Config
 
     def __init__(self, config: Config, head: nn.Module) -> None:
-        super().__init__(config, head)
+        super().__init__(config, head, config.build_extras())
         predicts = config.head == "language_model"
         self.mask_embedding = nn.Parameter(torch.empty(config.width)) if predicts else None
 

@@ -17,6 +17,7 @@ from trainer.checkpoint.meta import read_meta
 from trainer.models.codecs.sentence_transformers import Pooling
 from trainer.models.pooling import Pool
 from trainer.objectives import ObjectiveConfig
+from trainer.objectives.kinds import contrastive
 from trainer.objectives.sentence_pairs import EmbeddingConfig
 from trainer.training.experiment import Experiment
 from trainer.training.weights.loading import Weights, check_weights, objective_of
@@ -47,7 +48,7 @@ def pooling_of(weights: Weights, pool: Pool | None = None) -> Pooling | None:
 def with_pooling(experiment: Experiment, begun: Tree) -> Experiment:
     """Replaces null in settings of pooling by values of `init_from`, of prompts by the dataset's.
 
-    A run that has begun keeps its own.
+    The pooling of a guide is that of its own weights. A run that has begun keeps its own.
 
     Args:
         begun: the settings of the run so far; {} if it is new.
@@ -62,7 +63,30 @@ def with_pooling(experiment: Experiment, begun: Tree) -> Experiment:
         else replace(phase, objective=_filled(phase.objective, values))
         for phase in experiment.phases
     )
-    return replace(experiment, objective=_filled(experiment.objective, values), phases=phases)
+    objective = _filled(experiment.objective, values)
+    return _with_guide(replace(experiment, objective=objective, phases=phases), begun)
+
+
+def _with_guide(experiment: Experiment, begun: Tree) -> Experiment:
+    """Replaces null in a guide's `pool` by the value of its weights."""
+    objective = experiment.objective
+    if not isinstance(objective, contrastive.Config) or objective.guide is None:
+        return experiment
+    guide = objective.guide
+    if guide.pool is not None:
+        return experiment
+    before = (begun.get("objective", {}).get("guide") or {}).get("pool")
+    found = None if before else _stored(guide.path)
+    pool = before or (found.pool if found else "mean")
+    logger.info("the guide %s pools texts by %r", guide.path, pool)
+    prompts = found.settings()["prompts"] if found else {}
+    if prompts not in ({}, objective.prompts):
+        logger.warning(
+            "the guide %s puts the prompts %s before texts, and reads the dataset's as they are",
+            *(guide.path, prompts),
+        )
+    guided = replace(objective, guide=replace(guide, pool=pool))
+    return replace(experiment, objective=guided)
 
 
 def _values(experiment: Experiment) -> Mapping[str, Any]:

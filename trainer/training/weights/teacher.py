@@ -1,4 +1,4 @@
-"""The teacher of a distillation: a trained model, frozen, beside the student on each device."""
+"""The teacher of a distillation, or a guide: a trained model, frozen, beside the run's own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def attach_teacher(
     objectives: Iterable[Objective],
     strategy: Strategy,
 ) -> str:
-    """Loads the teacher of a distillation and gives it to the objectives. Collective.
+    """Loads the teacher of an objective and gives it to the objectives. Collective.
 
     Returns:
         The identity of the teacher's weights.
@@ -62,14 +62,51 @@ def build_teacher(
         accelerator: see `build_model`.
 
     Raises:
-        ConfigError: the outputs or hidden states of the two models cannot be compared, or the
-            run's sequences are not for the teacher.
+        ConfigError: the outputs or hidden states of the two models cannot be compared, a guide does
+            not embed texts, or the run's sequences are not for the teacher.
     """
-    student, name = experiment.model, experiment.objective.teacher_path
+    student, objective = experiment.model, experiment.objective
+    name = objective.teacher_path
     if is_reordered(config.labels, student.labels):
         config = config.with_settings(labels=student.labels)
     with torch.device("meta"):
         model = config.build()
+    if objective.teacher_embeds:
+        _check_embeds(f"{name}, which objective.{objective.teacher_setting} names,", config, model)
+    else:
+        _check_comparable(experiment, config, model)
+    longest = max(
+        objective.longest_text(phase.sequence_length) for phase in experiment.resolved_phases()
+    )
+    most = model.max_sequence_length
+    if longest > most:
+        raise ConfigError(
+            f"the teacher {name} reads {most} tokens, and the run has sequences of {longest}; set "
+            f"data.sequence_length={most} or less, or name another teacher"
+        )
+    packing = experiment.data.packing
+    check_virtual_tokens(
+        packing, config.virtual_tokens, f"the teacher {name}", "name another teacher"
+    )
+    if experiment.training.compile and accelerator is not None:
+        compile_units(model, accelerator, experiment.data.group_by_length is not None)
+    return model
+
+
+def _check_embeds(name: str, config: ModelConfig, model: Model) -> None:
+    """Rejects a guide that embeds no texts, or reads more than these."""
+    if "embedding" not in model.offers:
+        raise ConfigError(
+            f"{name} has head {config.head} and embeds no texts. Name a folder of "
+            "sentence-transformers, or a run with head=embedding"
+        )
+    if columns := model.reads_for(frozenset({"embedding"})):
+        raise ConfigError(f"{name} reads {min(columns)} besides tokens. Name another encoder")
+
+
+def _check_comparable(experiment: Experiment, config: ModelConfig, model: Model) -> None:
+    """Rejects a teacher with outputs or hidden states that are not like the student's."""
+    student, name = experiment.model, experiment.objective.teacher_path
     # Both models get the same batch, and their outputs are compared position by position.
     settings = ["head", "labels", "causal", "prefix_lm", "encoder_decoder"]
     if student.head == "language_model":
@@ -103,20 +140,6 @@ def build_teacher(
             f"the teacher {name} has width {config.width}, and the student's hidden states are "
             f"compared with width {wide}; set model.teacher_width={config.width}"
         )
-    longest = max(phase.sequence_length for phase in experiment.resolved_phases())
-    most = model.max_sequence_length
-    if longest > most:
-        raise ConfigError(
-            f"the teacher {name} reads {most} tokens, and the run has sequences of {longest}; set "
-            f"data.sequence_length={most} or less, or name another teacher"
-        )
-    packing = experiment.data.packing
-    check_virtual_tokens(
-        packing, config.virtual_tokens, f"the teacher {name}", "name another teacher"
-    )
-    if experiment.training.compile and accelerator is not None:
-        compile_units(model, accelerator, experiment.data.group_by_length is not None)
-    return model
 
 
 def _shown(value: object) -> str:

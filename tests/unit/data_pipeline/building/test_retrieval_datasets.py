@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from data_pipeline.format.shards import Shard
 from data_pipeline.format.writing import write_shard
 from data_pipeline.inspection.report import inspect
 from data_pipeline.order.example_order import Location
+from data_pipeline.reading import several_datasets
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.packed_split import PackedSplit
@@ -312,6 +314,38 @@ def test_each_side_has_its_length(built: Path) -> None:
     assert length[:, 1:].max() == 5
     whole = read(built, 0, SPEC)
     assert length.tolist() == np.minimum(whole.length.reshape(-1, 4), [3, 5, 5, 5]).tolist()
+
+
+def test_all_positives_of_a_row_are_known(built: Path, folder: Path, tmp_path: Path) -> None:
+    spec = replace(SPEC, parts=replace(PARTS, known_positives=2))
+    examples, found = read(built, 1, spec), texts_of(read(built, 1), built)
+    assert texts_of(examples, built) == found
+    assert examples.labels is not None
+    known = examples.labels.passages
+    assert known is not None
+    # Of each row: a positive and two negatives, and then its one or two positives.
+    texts: dict[int, str] = {}
+    for numbers, (_, *passages) in zip(known[:, :3].tolist(), found, strict=True):
+        for number, passage in zip(numbers, passages, strict=True):
+            assert texts.setdefault(number, passage) == passage
+    for number, numbers in enumerate(known[:, 3:].tolist()):
+        positives = {f"passage: {each}" for each in with_texts(row(number))["positive"]}
+        assert len({*numbers}) == len(positives) == 1 + number % 2
+        assert {texts.get(each, "of no row") for each in numbers} <= {*positives, "of no row"}
+        assert known[number, 0] in numbers
+    assert 0 <= known.min() <= known.max() < 2**48
+    build(config_of(folder, tmp_path / "other", retrieval.Config((str(folder / "dev.jsonl"),))))
+    other = read(tmp_path / "other", 1, spec)
+    assert other.labels is not None
+    assert other.labels.passages is not None
+    assert np.intersect1d(known, other.labels.passages).size == 0
+    parts = [(np.arange(ROWS), examples), (ROWS + np.arange(len(other.key)), other)]
+    merged = several_datasets.merge(parts, np.ones(ROWS + len(other.key), np.float32)).labels
+    assert merged is not None
+    assert merged.passages is not None
+    assert merged.passages[ROWS:].tolist() == other.labels.passages.tolist()
+    with pytest.raises(DataError, match=r":2: the row has 2 positives and .*positives is 1 "):
+        read(built, 0, replace(SPEC, parts=replace(PARTS, known_positives=1)))
 
 
 def test_too_few_negatives_and_too_short_sequences_are_named(built: Path, folder: Path) -> None:

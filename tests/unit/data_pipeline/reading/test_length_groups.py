@@ -6,6 +6,7 @@ Little padding, and the same examples at any number of replicas.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,21 @@ import pytest
 import torch
 
 from data_pipeline.building.build import build
-from data_pipeline.building.config import Config
+from data_pipeline.building.config import Config as DatasetConfig
 from data_pipeline.order.example_order import Location, Order, SinglePass
+from data_pipeline.order.mixture import Schedule, SourceGroups
+from data_pipeline.order.sources import PERIOD, Source
+from data_pipeline.reading.batches import BatchLayout
+from data_pipeline.reading.config import Config
 from data_pipeline.reading.length_groups import GROUPS, LengthGroups
+from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from data_pipeline.sources.kinds import classification
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from samestep.errors import ConfigError, DataError
 from samestep.examples import PackSpec, Parts, Vocabulary
-from tests.unit.data_pipeline.loaders import global_batches, make_loader, valid_rows
+from tests.unit.data_pipeline.loaders import global_batches, join, make_loader, valid_rows
 from trainer.objectives.kinds import classification as objective
+from trainer.strategies import Replica
 
 ROWS, LENGTH, BATCH = 500, 64, 12
 
@@ -47,7 +54,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (f"{folder}/train.jsonl",), (f"{folder}/dev.jsonl",), labels=("a", "b")
     )
     build(
-        Config(
+        DatasetConfig(
             source,
             TokenizerConfig(f"{folder}/tokenizer"),
             f"{folder}/built",
@@ -162,3 +169,77 @@ def test_groups_permute_pools(examples: int) -> None:
     )
     spread = np.ptp(positions(at).reshape(-1, 3), axis=1).mean()
     assert examples < 100 or spread < 5
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_groups_from_one_source_stay_from_one(size: int) -> None:
+    """Pools do not end where the passes of sources do, and each group is sorted by length."""
+    lengths = np.random.default_rng(1).integers(1, 99, (6, 1000))
+
+    def positions(at: Location) -> np.ndarray:
+        return lengths[at.shard, at.index]
+
+    counts = {"a": [90, 60], "b": [70], "c": [200, 31, 7]}
+    orders = {key: Order(each, seed=3, lanes=4) for key, each in counts.items()}
+    shares = {"a": PERIOD // 2, "b": PERIOD // 4, "c": PERIOD // 4}
+    order = SourceGroups(Schedule.of([(0, shares)]), orders, size)
+    grouped = LengthGroups(order, positions, size, seed=0, finite=False)
+    pool = GROUPS * size
+    number = np.arange(4 * pool)
+    source = np.searchsorted([2, 3], grouped.locate(number).shard, side="right")
+    assert (source.reshape(-1, size) == source.reshape(-1, size)[:, :1]).all()
+    assert (source != order.source_of(number)).any(), "groups change places"
+
+    def rows(of: Any, first: int) -> list[tuple[int, ...]]:
+        at = of.locate(number[first : first + pool])
+        return sorted(zip(*(each.tolist() for each in (at.epoch, at.shard, at.index)), strict=True))
+
+    for first in range(0, 4 * pool, pool):
+        assert rows(grouped, first) == rows(order, first)
+    spread, plain = (
+        np.ptp(positions(of.locate(number)).reshape(-1, size), axis=1).mean()
+        for of in (grouped, order)
+    )
+    assert spread < plain / 4
+
+
+def test_batches_of_groups_from_one_source(dataset: Path, tmp_path: Path) -> None:
+    """The same at any number of replicas, narrow, and as groups only where both sizes are equal."""
+    source = classification.Config((f"{dataset.parent}/dev.jsonl",), labels=("a", "b"))
+    tokenizer = TokenizerConfig(f"{dataset.parent}/tokenizer")
+    build(DatasetConfig(source, tokenizer, f"{tmp_path}/other", workers=1, heldout_fraction=0.0))
+    sources = (Source(str(dataset), 2.0), Source(f"{tmp_path}/other", 1.0))
+    given = settings()
+    config = Config(
+        sources=sources,
+        sequence_length=LENGTH,
+        lanes=4,
+        packing="padded",
+        threads=0,
+        group_by_length=BATCH,
+        group_by_source=BATCH,
+    )
+
+    def batches(count: int, config: Config = config) -> list[dict[str, torch.Tensor]]:
+        parts = []
+        for index in range(count):
+            layout = BatchLayout(2 * BATCH, 4, Replica(index, count))
+            spec, collate = given["pack_spec"], given["collate"]
+            with StreamingLoader(
+                config.open(), config, SplitOrder(seed=7), layout, pack_spec=spec, collate=collate
+            ) as loader:
+                parts.append([valid_rows(next(loader)) for _ in range(40)])
+        return [join(each) for each in zip(*parts, strict=True)]
+
+    alone = batches(1)
+    assert [names(each) for each in batches(3)] == [names(each) for each in alone]
+    for rows in alone:
+        group = rows["number"] // BATCH
+        for each in group.unique():
+            assert len(rows["source"][group == each].unique()) == 1
+    assert {int(each) for rows in alone for each in rows["source"]} == {0, 1}
+    plain = batches(1, replace(config, group_by_length=None))
+    widths = [sum(each["tokens"].numel() for each in of) for of in (alone, plain)]
+    assert widths[0] < 0.8 * widths[1]
+    with pytest.raises(ConfigError, match=r"group_by_length is 12, and its groups are those of"):
+        batches(1, replace(config, group_by_source=24))
