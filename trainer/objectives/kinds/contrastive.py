@@ -132,7 +132,7 @@ class Contrastive(SentencePairs, OverBatch):
     """
 
     kind = "classification"
-    mean_names = ("loss", "accuracy")
+    mean_names: tuple[str, ...] = ("loss", "accuracy")
     config: Config
 
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
@@ -210,20 +210,21 @@ class Contrastive(SentencePairs, OverBatch):
 
     def over_batch(self, table: Tensor) -> Tensor:
         """The gradient for the embeddings of each row, its loss and success: [N, T D + 2]."""
-        last = -2 * self.texts - 2
-        embedded, texts, (anchor, weights) = (
-            table[:, :last],
-            table[:, last:-2],
-            table[:, -2:].unbind(1),
-        )
+        pairs, texts, anchor, weights = self.unpacked(table)
         with torch.enable_grad():
-            pairs = embedded.detach().view(len(table), self.texts, -1).requires_grad_()
+            pairs = pairs.detach().requires_grad_()
             masked = self._masked(texts, weights)
             found = [self._of_width(beginning, masked) for beginning in self._beginnings(pairs)]
             nll = torch.stack([each for each, _ in found]).sum(0) * anchor
             (slope,) = torch.autograd.grad(nll.sum(), pairs)
         correct = found[-1][1] * anchor  # of the largest width
         return torch.cat((slope.flatten(1), nll.detach()[:, None], correct[:, None]), 1)
+
+    def unpacked(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The parts of a table: [N, T, D], [N, 2 T], [N] and [N], in the order of `summary`."""
+        last = -2 * self.texts - 2
+        pairs = table[:, :last].reshape(len(table), self.texts, -1)
+        return pairs, table[:, last:-2], table[:, -2], table[:, -1]
 
     def _beginnings(self, pairs: Tensor) -> list[Tensor]:
         """Embeddings [N, T, D] at each of the widths, ascending."""

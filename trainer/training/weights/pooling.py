@@ -15,7 +15,7 @@ from samestep.errors import ConfigError, DataError
 from trainer.checkpoint import integrity
 from trainer.checkpoint.meta import read_meta
 from trainer.models.codecs.sentence_transformers import Pooling
-from trainer.models.pooling import Pool
+from trainer.models.pooling import TextPool
 from trainer.objectives import ObjectiveConfig
 from trainer.objectives.sentence_pairs import EmbeddingConfig
 from trainer.training.experiment import Experiment
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _SETTINGS = ("pool", "normalize", "max_length", "similarity", "prompts")
 
 
-def pooling_of(weights: Weights, pool: Pool | None = None) -> Pooling | None:
+def pooling_of(weights: Weights, pool: TextPool | None = None) -> Pooling | None:
     """How trained weights embed texts; None if neither their run nor their folder says so.
 
     Args:
