@@ -17,6 +17,7 @@ from trainer.inference.hidden_states import TextEncoder
 from trainer.models.codecs.sentence_transformers import Pooling
 from trainer.models.pooling import pool, positions_at_a_time, splade
 from trainer.models.text_inputs import BATCH_TOKENS, batches
+from trainer.training.retrieval.search import block_of
 from trainer.training.weights.loading import load_weights
 from trainer.training.weights.pooling import pooling_of
 
@@ -89,6 +90,14 @@ class SentenceEncoder:
                 pooled = F.normalize(pooled)
             vectors[torch.from_numpy(numbers)] = pooled.cpu()
         return vectors
+
+    def stored(self, texts: Sequence[str], batch_tokens: int = BATCH_TOKENS) -> Tensor:
+        """The vectors of texts; sparse ones as a COO tensor, made block by block."""
+        if not self.is_sparse:
+            return self(texts, batch_tokens)
+        block = block_of(self.width)
+        groups = [texts[first : first + block] for first in range(0, len(texts), block)]
+        return torch.cat([self(group, batch_tokens).to_sparse() for group in groups])
 
     def _pooled(self, tokens: Sequence[Tokens]) -> Tensor:
         if self.pooling.pool == "splade":

@@ -42,6 +42,7 @@ class Config(contrastive.Config):
         flops_warmup_steps: the weights rise with the square of the step's number up to this one.
     """
 
+    is_sparse = True
     pool: Literal["splade"] = "splade"  # type: ignore[assignment]  # no pooling of hidden states
     normalize: bool | None = False
     similarity: Similarity | None = "dot"
