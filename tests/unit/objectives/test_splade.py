@@ -126,6 +126,24 @@ def test_loss_and_gradients_are_those_of_sentence_transformers(
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-5 * highest)
 
 
+def test_weights_rise_as_in_sentence_transformers() -> None:
+    from sentence_transformers.sparse_encoder import losses
+    from sentence_transformers.sparse_encoder.callbacks import splade_callbacks
+    from transformers import TrainerState
+
+    theirs = losses.SpladeLoss(nn.Module(), losses.SparseMarginMSELoss(nn.Module()), 3.0, 5.0)
+    callback = splade_callbacks.SpladeRegularizerWeightSchedulerCallback(theirs, warmup_ratio=0.5)
+    state: Any = TrainerState(max_steps=16)
+    callback.on_train_begin(None, state, None)  # type: ignore[arg-type]
+    config = kind.Config(flops_query=5.0, flops_passage=3.0, flops_warmup_steps=8)
+    objective: Any = config.build(VOCABULARY)
+    for taken in range(12):
+        state.global_step = objective.step = taken
+        callback.on_step_begin(None, state, None)  # type: ignore[arg-type]
+        expected = [theirs.query_regularizer_weight, theirs.document_regularizer_weight]
+        assert objective._weights(torch.device("cpu")).tolist() == pytest.approx(expected)
+
+
 def test_the_regularizer_makes_embeddings_sparser() -> None:
     active = []
     for weight in (0.0, 10.0):

@@ -37,9 +37,12 @@ class Config(contrastive.Config):
         pool: log(1 + relu(logit)) of each vocabulary entry, its maximum over the tokens of a text.
         normalize: false: embeddings have any length.
         similarity: dot products compare them.
-        flops_query, flops_passage: weights of the FLOPS regularizer of queries (first texts) and
-            passages (all others); higher ones make embeddings sparser.
-        flops_warmup_steps: the weights rise with the square of the step's number up to this one.
+        margin: null, as it is for cosines.
+        widths: empty, as each number stands for a word.
+        flops_query: weight of the FLOPS regularizer of queries, the first texts of rows; a higher
+            one makes their embeddings sparser.
+        flops_passage: the same of passages, all other texts.
+        flops_warmup_steps: both weights rise with the square of the step's number up to this one.
     """
 
     is_sparse = True
