@@ -89,6 +89,12 @@ def test_a_run_is_scored_in_training_and_after_it(
     assert samestep("replay", run, 6, "--exact").code == 0
 
 
+@pytest.mark.long
+def test_a_run_is_planned(file: Path, samestep: Samestep) -> None:
+    plan = samestep("plan", file, "--devices", 2, "--memory", "16GiB", "--json")
+    assert plan.code == 0, plan.message
+
+
 def test_sparse_vectors_are_stored_and_searched(
     run: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
@@ -201,6 +207,7 @@ def test_an_export_is_a_sparse_encoder(
     card = Path("hf/README.md").read_text()
     for row in ("- sparse-encoder\n- splade\n", "| pooling | SPLADE |", "sentence-transformers\n"):
         assert row in card
+    assert "| accuracy |" in card
     assert "| pooling | SPLADE |" in Path("again/README.md").read_text()
     code = card.partition("```python\n")[2].partition("```")[0]
     capsys.readouterr()

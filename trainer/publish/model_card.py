@@ -253,7 +253,8 @@ def _scores(
             data = ", ".join(_last_part(shown(name)) for name in row["of"].split(","))
             texts = f"Of {row['pairs']:,} texts generated for" if "pairs" in row else "On"
             newest[f"{texts} {data}"] = row
-    of_tokens = weights.config.head == "language_model"
+    # SPLADE keeps the head; its accuracy is of texts.
+    of_tokens = weights.config.head == "language_model" and "pool" not in weights.objective
     return {
         f"{heading}, after step {row['step']:,}": scores_of(row, of_tokens)
         for heading, row in newest.items()
