@@ -68,6 +68,10 @@ def run(file: Path, collection: Path) -> Path:
     return run
 
 
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def scores(samestep: Samestep, model: Path, collection: Path, *more: Any) -> dict[str, float]:
     output = collection.parent / f"{model.name}-{len(more)}.json"
     output.unlink(missing_ok=True)
@@ -124,6 +128,24 @@ def test_sparse_vectors_are_stored_and_searched(
     np.save(folder / "00001.columns.npy", parts[1] + encoder.width)
     damaged = samestep("search", run, folder, corpus)
     assert (damaged.code, "columns beyond" in damaged.message) == (1, True)
+
+
+def test_negatives_are_mined_by_dot_products(
+    run: Path, collection: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    output = tmp_path / "hard.jsonl"
+    options = ("--split", "test", "--negatives", 3, "--range", "0-20", "--scores")
+    assert samestep("mine", run, collection, "--output", output, *options).code == 0
+    encoder = SentenceEncoder(str(run))
+    rows = lines(output)
+    assert len(rows) == 12
+    for row in rows[:3]:
+        positives = row["positive"]
+        passages = [positives] if isinstance(positives, str) else list(positives)
+        passages += row["negatives"]
+        query = encoder(encoder.for_role("query", [row["query"]]))
+        expected = encoder(encoder.for_role("document", passages)) @ query[0]
+        np.testing.assert_allclose(row["scores"], expected, rtol=1e-4)
 
 
 def test_a_custom_loop_tells_the_objective_its_steps(file: Path, tmp_path: Path) -> None:
@@ -192,8 +214,8 @@ def test_an_export_is_a_sparse_encoder(
             SentenceEncoder(name)(TEXTS), theirs.encode(TEXTS).to_dense(), atol=2e-6
         )
 
-    documents = {row["_id"]: row["text"] for row in tasks_of(collection / "corpus.jsonl")}
-    queries = {row["_id"]: row["text"] for row in tasks_of(collection / "queries.jsonl")}
+    documents = {row["_id"]: row["text"] for row in lines(collection / "corpus.jsonl")}
+    queries = {row["_id"]: row["text"] for row in lines(collection / "queries.jsonl")}
     relevant: dict[str, set[str]] = {}
     for line in (collection / "qrels/test.tsv").read_text().splitlines():
         query, document, _ = line.split("\t")
@@ -213,10 +235,6 @@ def test_an_export_is_a_sparse_encoder(
     capsys.readouterr()
     exec(compile(code, "README.md", "exec"), {})
     assert "tensor" in capsys.readouterr().out
-
-
-def tasks_of(file: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 @pytest.mark.long

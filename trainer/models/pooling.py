@@ -35,7 +35,7 @@ def splade(logits: Tensor, texts: Tensor) -> Tensor:
     """Pools logits of tokens [B, S, V] to sparse embeddings [B, T, V], or [B, V].
 
     The number of vocabulary entry j is max_i log(1 + relu(logit_ij)) over the positions i of the
-    text (Formal et al. 2021, "SPLADE v2", arXiv 2109.10086, equations 1 and 6).
+    text (Formal et al. 2021, "SPLADE v2", arXiv 2109.10086, equation 6).
 
     Args:
         texts: as for `pool`.

@@ -3,7 +3,7 @@
 An embedding is pooled from the logits of the masked-LM head (`trainer.models.pooling.splade`), and
 dot products compare embeddings. So a text matches by its own words and by words that the model adds
 to it, and an inverted index can search. The loss is the one of `contrastive` plus a regularizer,
-FLOPS (Paria et al. 2020, arXiv 2004.05665, section 4), which makes embeddings sparse:
+FLOPS (Paria et al. 2020, arXiv 2004.05665), which makes embeddings sparse:
 
     sum_j (mean_i |e_ij|)^2    over vocabulary entries j and the texts i of the global batch,
 
