@@ -70,6 +70,11 @@ def run(
                 f"{checkpoint} embeds texts by its last layer (modules.json), so other --layers "
                 "and --mix need --pool; add it"
             )
+        if own.pool == "splade":
+            raise ConfigError(
+                f"{checkpoint} embeds texts by SPLADE (modules.json), whose vectors are no hidden "
+                "states. Add --pool, such as mean, or use samestep evaluate --retrieval."
+            )
         pool = own.pool
         texts = map(own.with_default_prompt, texts)
         encoder.shorten(own.longest)

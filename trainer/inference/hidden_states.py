@@ -82,6 +82,7 @@ class TextEncoder:
         layers: L, the number of layers.
         heads: H, of each layer's attention.
         width: D, of the hidden states.
+        vocab_size: V.
         device: description of the device.
         placed: the device.
         sees_all: whether the first position attends to the whole text.
@@ -108,6 +109,7 @@ class TextEncoder:
         self._is_prefix = config.prefix_lm
         self.sees_all = self._is_prefix or not config.causal
         self.layers, self.heads, self.width = config.layers, config.heads, config.width
+        self.vocab_size = config.vocab_size
         self._before, self._after = special_tokens(config, self.tokenizer.vocabulary)
         self.first, self.last = len(self._before), len(self._after)
         self.longest = model.max_sequence_length - len(self._before) - len(self._after)
@@ -215,6 +217,24 @@ class TextEncoder:
         names = {f"layer.{number}": number for number in layers}
         real, found = self._run(texts, frozenset(names))
         return real, {number: found[name] for name, number in names.items()}
+
+    @torch.no_grad()
+    def logits(self, texts: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
+        """Computes logits of all positions: bool [B, S], False for padding, and [B, S, V].
+
+        Args:
+            texts: from `prepare`.
+
+        Raises:
+            ConfigError: the model has no head that predicts masked tokens.
+        """
+        if "tokens" not in self.model.offers:
+            raise ConfigError(
+                "SPLADE needs a head that predicts masked tokens, and this model has none. Use a "
+                "run of objective splade, or a folder of SparseEncoder."
+            )
+        real, found = self._run(texts, frozenset({"tokens"}))
+        return real, found["tokens"]
 
     @torch.no_grad()
     def attention(self, texts: Sequence[Tokens], layers: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The embedding of a text: its hidden states, pooled."""
+"""The embedding of a text: its hidden states or its logits, pooled."""
 
 from __future__ import annotations
 
@@ -11,10 +11,44 @@ Pool: TypeAlias = Literal["mean", "first", "last", "max", "weighted"]
 """mean: of all tokens. first, last: one token. max: number by number. weighted: a mean in which the
 token at position i, from 1, counts i times."""
 
+TextPool: TypeAlias = Literal["mean", "first", "last", "max", "weighted", "splade"]
+"""A `Pool`; or splade, see `splade`."""
+
 Similarity: TypeAlias = Literal["cosine", "dot"]
 
 ROLES = ("query", "document", "default")
 """Roles of a text, each with a prompt; texts of `default` are compared symmetrically."""
+
+
+_LOGITS = 1 << 26  # computed at a time: 256 MB in fp32
+
+
+def positions_at_a_time(how: TextPool, vocab_size: int, most: int) -> int:
+    """The number of positions of a batch of texts that are embedded, at most `most`.
+
+    SPLADE's logits limit it: with a vocabulary of 30,522, to 2,198.
+    """
+    return min(most, max(1, _LOGITS // vocab_size)) if how == "splade" else most
+
+
+def splade(logits: Tensor, texts: Tensor) -> Tensor:
+    """Pools logits of tokens [B, S, V] to sparse embeddings [B, T, V], or [B, V].
+
+    The number of vocabulary entry j is max_i log(1 + relu(logit_ij)) over the positions i of the
+    text (Formal et al. 2021, "SPLADE v2", arXiv 2109.10086, equation 6).
+
+    Args:
+        texts: as for `pool`.
+    """
+    if texts.ndim == 2:
+        return splade(logits, texts[:, None])[:, 0]
+    # log(1 + relu(x)) does not fall, so the maximum can be taken first. For its gradient, only the
+    # positions [B, V] are kept then, instead of [B, S, V]. One text at a time, as all at once would
+    # be T copies of the logits.
+    highest = [
+        logits.masked_fill(~text[..., None], -torch.inf).max(1).values for text in texts.unbind(1)
+    ]
+    return torch.stack(highest, 1).float().relu().log1p()
 
 
 def pool(hidden: Tensor, texts: Tensor, how: Pool) -> Tensor:

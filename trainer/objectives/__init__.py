@@ -79,12 +79,15 @@ class Objective(ABC):
         needs: outputs, and capabilities such as `last_position`, that the model has to offer.
         denominator: name of the number of predictions, in `weights` and in the totals of a step.
         columns: columns of its batches that a model may list in `reads`.
+        step: number of steps that a run has taken, for terms whose weights change; training sets
+            it before each step. None, outside of training, stands for a late step.
     """
 
     predicts: str
     needs: Outputs
     denominator: str
     columns: frozenset[str] = frozenset()
+    step: int | None = None
 
     @abstractmethod
     def pack_spec(self, sequence_length: int) -> PackSpec:
@@ -171,7 +174,7 @@ class Taught(Objective):
 
     @abstractmethod
     def attach(self, teacher: nn.Module) -> None:
-        """Sets the teacher, in eval mode and without gradients; only `loss` and `summary` need it."""
+        """Sets the teacher, in eval mode and without gradients, for `loss` and `summary`."""
 
 
 class OverBatch(Objective):

@@ -36,6 +36,7 @@ class EmbeddingConfig(ObjectiveConfig):
     """
 
     embeds = True
+    is_sparse = False  # whether logits are pooled, as in SPLADE, instead of hidden states
     pool: Pool | None = None
     normalize: bool | None = None
     prompts: dict[str, str] | None = None

@@ -18,7 +18,7 @@ from samestep.examples import Vocabulary
 from samestep.storage.hub import name_and_revision
 from trainer.checkpoint import huggingface
 from trainer.models import ModelConfig
-from trainer.models.codecs import codec_of
+from trainer.models.codecs import codec_of, sparse_encoders
 from trainer.models.codecs.sentence_transformers import Pooling
 from trainer.models.peft import huggingface as adapters
 from trainer.publish import model_card, sentence_transformers
@@ -101,12 +101,21 @@ def export_weights(
         more = None
         if whole.step is None and isinstance(whole.folder, Path):
             more = sentence_transformers.stored(whole.folder)
-        if more is None and ours.head == "embedding":
-            pooling = Pooling.of_objective(whole.objective)
+        pooling = Pooling.of_objective(whole.objective)
+        if more is None and (ours.head == "embedding" or pooling.pool == "splade"):
             more = sentence_transformers.files(ours, pooling)
         name = name or Path(folder).absolute().name
-        packages = model_card.packages(weights, Path(files))
-        card = model_card.write(weights, checkpoint, name, packages, mask, measured=measured)
+        is_sparse = sparse_encoders.POOLING in (more or {})
+        packages = model_card.packages(weights, Path(files), is_sparse=is_sparse)
+        card = model_card.write(
+            weights,
+            checkpoint,
+            name,
+            packages,
+            mask,
+            measured=measured,
+            is_sparse=is_sparse,
+        )
         huggingface.save_folder(Path(folder), config, tensors, Path(files), card, more=more)
     logger.info("wrote %s: %d tensors of %s", folder, len(tensors), checkpoint)
 

@@ -47,18 +47,21 @@ Scores: TypeAlias = Mapping[str, Mapping[str, float]]
 """Tables of scores by heading."""
 
 
-def packages(weights: Weights, tokenizer: Path, adapter: bool = False) -> list[str]:
+def packages(
+    weights: Weights, tokenizer: Path, adapter: bool = False, is_sparse: bool = False
+) -> list[str]:
     """Returns the packages that load an exported model or adapter.
 
     Args:
         tokenizer: folder of its tokenizer.
         adapter: whether it is an adapter for the `peft` library.
+        is_sparse: whether it is a folder of SparseEncoder.
     """
     model = weights.config
     names = ["torch", "transformers", *codec_of(model).packages]
     if adapter:
         names.append("peft")
-    if not adapter and (model.head == "embedding" or _ranks(weights)):
+    if not adapter and (model.head == "embedding" or is_sparse or _ranks(weights)):
         names.append("sentence-transformers")
     # Without tokenizer.json, transformers converts the SentencePiece model by these two.
     if not (tokenizer / "tokenizer.json").is_file():
@@ -74,6 +77,7 @@ def write(
     mask: str | None = None,
     base: Weights | None = None,
     measured: Scores = MappingProxyType({}),
+    is_sparse: bool = False,
 ) -> str:
     """Returns the card of an exported model or adapter.
 
@@ -85,6 +89,7 @@ def write(
         mask: the mask token, if there is one.
         base: the model that an exported adapter belongs to; None for a whole model.
         measured: further scores.
+        is_sparse: whether it is a folder of SparseEncoder of sentence-transformers.
     """
     model = weights.config
     # A plain dict: what a checkpoint does not say, such as a custom loop's, is left out.
@@ -121,7 +126,8 @@ def write(
         meta=meta,
         config=tree,
         facts=facts_of_head(model.head),
-        pipeline=_pipeline(weights, base is not None),
+        pipeline=_pipeline(weights, base is not None, is_sparse),
+        is_sparse=is_sparse,
         packages=packages,
         mask=mask,
         base=base,
@@ -138,13 +144,15 @@ def write(
     )
 
 
-def _pipeline(weights: Weights, adapter: bool) -> str:
+def _pipeline(weights: Weights, adapter: bool, is_sparse: bool) -> str:
     """The Hub's name of the task that the model is for, by its head."""
     model = weights.config
     if model.head == "embedding":
         return "sentence-similarity"
     if not adapter and _ranks(weights):
         return "text-ranking"
+    if is_sparse:
+        return "feature-extraction"
     if (facts := facts_of_head(model.head)) is not None:
         return facts.pipeline
     if model.encoder_decoder:
@@ -245,7 +253,8 @@ def _scores(
             data = ", ".join(_last_part(shown(name)) for name in row["of"].split(","))
             texts = f"Of {row['pairs']:,} texts generated for" if "pairs" in row else "On"
             newest[f"{texts} {data}"] = row
-    of_tokens = weights.config.head == "language_model"
+    # SPLADE keeps the head; its accuracy is of texts.
+    of_tokens = weights.config.head == "language_model" and "pool" not in weights.objective
     return {
         f"{heading}, after step {row['step']:,}": scores_of(row, of_tokens)
         for heading, row in newest.items()

@@ -10,6 +10,7 @@ from samestep.errors import CheckpointError, ConfigError
 from samestep.stored_json import damage_of, read_json
 from samestep.untrusted import inside, is_plain
 from trainer.models import ModelConfig
+from trainer.models.codecs import sparse_encoders
 from trainer.models.codecs.sentence_transformers import Pooling
 from trainer.models.pooling import ROLES, Pool
 from trainer.training.weights.loading import Weights
@@ -19,10 +20,11 @@ FILES = (
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
     "1_Pooling/config.json",
+    sparse_encoders.POOLING,
 )
 _MODULES = "sentence_transformers.models."
 _KEPT = ["Transformer", "Pooling", "Normalize"]
-_LIST, *_SETTINGS, _POOLING = FILES
+_LIST, _TRANSFORMER, _CONFIG, _POOLING, _SPARSE_POOLING = FILES
 _FLAGS: Mapping[str, Pool | None] = {
     "pooling_mode_cls_token": "first",
     "pooling_mode_mean_tokens": "mean",
@@ -50,22 +52,24 @@ def stored(folder: Path) -> Mapping[str, object] | None:
     kinds = [str(module.get("type")) for module in modules]
     names = [kind.rpartition(".")[2] for kind in kinds]
     paths = [module.get("path") for module in modules]
+    is_sparse = sparse_encoders.is_sparse(kinds)
+    pooling = _SPARSE_POOLING if is_sparse else _POOLING
     is_kept = (
-        names in (_KEPT[:2], _KEPT)
+        (is_sparse or names in (_KEPT[:2], _KEPT))
         and all(kind.startswith("sentence_transformers.") for kind in kinds)
-        and paths[:2] == ["", "1_Pooling"]
+        and paths[:2] == ["", pooling.partition("/")[0]]
         and all(map(is_plain, paths[2:]))
     )
     if not is_kept:
         raise ConfigError(
             f"{file} has the modules {', '.join(kinds)}, some of which an export would lose: it "
-            "keeps Transformer, Pooling (in 1_Pooling) and Normalize of sentence-transformers. "
-            "Remove modules.json to export the encoder alone."
+            "keeps Transformer, Pooling (in 1_Pooling) and Normalize of sentence-transformers, or "
+            "SpladePooling (in 1_SpladePooling). Remove modules.json to export the encoder alone."
         )
     found: dict[str, object] = {_LIST: modules}
-    for name in (*_SETTINGS, _POOLING):
+    for name in (_TRANSFORMER, _CONFIG, pooling):
         file = inside(folder, name)
-        if file.is_file() or name == _POOLING:
+        if file.is_file() or name == pooling:
             with damage_of(file, CheckpointError, "Copy the folder again."):
                 found[name] = read_json(file, dict[str, object])
     return found
@@ -73,30 +77,35 @@ def stored(folder: Path) -> Mapping[str, object] | None:
 
 def files(config: ModelConfig, pooling: Pooling) -> Mapping[str, object]:
     """The content of `FILES` for an encoder that embeds texts."""
-    parts = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    is_sparse = pooling.pool == "splade"
+    modules = [("", f"{_MODULES}Transformer"), ("1_Pooling", f"{_MODULES}Pooling")]
+    if is_sparse:
+        modules = list(zip(("", "1_SpladePooling"), sparse_encoders.EXPORTED, strict=True))
     if pooling.normalize:
-        parts.append(("2_Normalize", "Normalize"))
+        modules.append(("2_Normalize", f"{_MODULES}Normalize"))
     length = config.max_positions if pooling.longest is None else pooling.longest
     prompts = {role: getattr(pooling, role) for role in ROLES}
     prompts = {role: prompt for role, prompt in prompts.items() if prompt}
-    default = "default" if "default" in prompts else None
-    contents: tuple[object, ...] = (
-        [
-            {"idx": number, "name": str(number), "path": path, "type": f"{_MODULES}{kind}"}
-            for number, (path, kind) in enumerate(parts)
+    contents: dict[str, object] = {
+        _LIST: [
+            {"idx": number, "name": str(number), "path": path, "type": kind}
+            for number, (path, kind) in enumerate(modules)
         ],
-        {"max_seq_length": sys.maxsize if length is None else length, "do_lower_case": False},
-        {
+        _TRANSFORMER: {
+            "max_seq_length": sys.maxsize if length is None else length,
+            "do_lower_case": False,
+        },
+        _CONFIG: {
+            **({"model_type": "SparseEncoder"} if is_sparse else {}),
             "prompts": prompts,
-            "default_prompt_name": default,
+            "default_prompt_name": "default" if "default" in prompts else None,
             "similarity_fn_name": pooling.similarity,
         },
-        {
-            "word_embedding_dimension": config.width,
-            **{flag: how == pooling.pool for flag, how in _FLAGS.items()},
-        },
-    )
-    return dict(zip(FILES, contents, strict=True))
+    }
+    if is_sparse:
+        return {**contents, _SPARSE_POOLING: dict(sparse_encoders.COMPUTED)}
+    flags = {flag: how == pooling.pool for flag, how in _FLAGS.items()}
+    return {**contents, _POOLING: {"word_embedding_dimension": config.width, **flags}}
 
 
 def cross_encoder(weights: Weights) -> Mapping[str, object]:

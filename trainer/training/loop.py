@@ -263,11 +263,12 @@ class Trainer:
 
     def _compute_gradients(self, micro_batches: MicroBatches) -> Gradients:
         """Computes the clipped gradients of a global batch; they stay in the parameters."""
-        end_section = self.recorder.end_section
+        end_section, objective = self.recorder.end_section, self.objectives[self.phase.index]
+        objective.step = self.state.step
         with self._graph("gradients", separate=self.faults.checks_steps):
             metrics = accumulate_gradients(
                 self.model,
-                self.objectives[self.phase.index],
+                objective,
                 self.strategy,
                 micro_batches,
                 end_section,

@@ -82,6 +82,7 @@ def embed(
             width=encoder.width,
             number=output.number,
             similarity=encoder.pooling.similarity,
+            sparse=encoder.is_sparse,
             made_of=made_of(encoder, role, digest.hexdigest()),
         )
         logger.info("embedding %d texts on %s", len(names), encoder.device)
@@ -124,7 +125,7 @@ def write_missing(
     with Progress("embedding", len(missing)) as progress:
         for index in missing:
             prompted = encoder.for_role("query" if role == "query" else "document", texts[index])
-            vectors.write(index, encoder(prompted, batch_tokens))
+            vectors.write(index, encoder.stored(prompted, batch_tokens))
             progress.advance(1)
     encoder.warn_of_truncation(sum(len(texts[index]) for index in missing))
 

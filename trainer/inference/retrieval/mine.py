@@ -92,6 +92,7 @@ def mine(
             width=encoder.width,
             number="float32",
             similarity=encoder.pooling.similarity,
+            sparse=encoder.is_sparse,
             made_of=made_of(encoder, "document", passages),
         )
         logger.info("embedding %d passages on %s", len(pairs.texts), encoder.device)

@@ -1,4 +1,4 @@
-"""One vector for each text: a model's hidden states, pooled."""
+"""One vector for each text: a model's hidden states or logits, pooled."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data_pipeline.format.shards import Tokens
 from trainer.inference.hidden_states import TextEncoder
 from trainer.models.codecs.sentence_transformers import Pooling
-from trainer.models.pooling import pool
+from trainer.models.pooling import pool, positions_at_a_time, splade
 from trainer.models.text_inputs import BATCH_TOKENS, batches
+from trainer.training.retrieval.search import block_of
 from trainer.training.weights.loading import load_weights
 from trainer.training.weights.pooling import pooling_of
 
@@ -28,10 +30,11 @@ class SentenceEncoder:
 
     Attributes:
         pooling: how.
-        width: D, of the vectors.
+        width: D, of the vectors; of SPLADE, the size of the vocabulary.
         identity: digest of the weights.
         device: description of the device.
         placed: the device.
+        is_sparse: whether most numbers of a vector are 0, as with SPLADE.
         truncated: number of texts that were longer than the model reads, until they are logged.
 
     Args:
@@ -55,7 +58,9 @@ class SentenceEncoder:
         found = pooling_of(weights, given.get("pool") or (stored.pool if stored else None))
         self.pooling = replace(stored or found or Pooling(), **given)
         self._encoder = encoder = TextEncoder(weights)
-        self.width, self.device, self.placed = encoder.width, encoder.device, encoder.placed
+        self.device, self.placed = encoder.device, encoder.placed
+        self.is_sparse = self.pooling.pool == "splade"
+        self.width = encoder.vocab_size if self.is_sparse else encoder.width
         self.truncated = 0
         if found is not None and weights.step is None:
             encoder.check_folder(checkpoint)
@@ -70,7 +75,7 @@ class SentenceEncoder:
             texts: with their prompts.
             batch_tokens: positions computed at a time, padding included.
         """
-        encoder, layer = self._encoder, self._encoder.layers
+        encoder = self._encoder
         if self.pooling.lower:
             texts = [text.lower() for text in texts]
         encoded = encoder.tokenizer.encode_batch(texts)
@@ -78,13 +83,29 @@ class SentenceEncoder:
         tokens = [encoder.prepare(each) for each in encoded]
         lengths = np.array([len(each) for each in tokens], dtype=np.int64)
         vectors = torch.empty(len(texts), self.width)
+        batch_tokens = positions_at_a_time(self.pooling.pool, encoder.vocab_size, batch_tokens)
         for numbers in batches(lengths, batch_tokens):
-            real, states = encoder([tokens[number] for number in numbers], {layer})
-            pooled = pool(states[layer], real, self.pooling.pool)
+            pooled = self._pooled([tokens[number] for number in numbers])
             if self.pooling.normalize:
                 pooled = F.normalize(pooled)
             vectors[torch.from_numpy(numbers)] = pooled.cpu()
         return vectors
+
+    def stored(self, texts: Sequence[str], batch_tokens: int = BATCH_TOKENS) -> Tensor:
+        """The vectors of texts; sparse ones as a COO tensor, made block by block."""
+        if not self.is_sparse:
+            return self(texts, batch_tokens)
+        block = block_of(self.width)
+        groups = [texts[first : first + block] for first in range(0, len(texts), block)]
+        return torch.cat([self(group, batch_tokens).to_sparse() for group in groups])
+
+    def _pooled(self, tokens: Sequence[Tokens]) -> Tensor:
+        if self.pooling.pool == "splade":
+            real, logits = self._encoder.logits(tokens)
+            return splade(logits, real)
+        layer = self._encoder.layers
+        real, states = self._encoder(tokens, {layer})
+        return pool(states[layer], real, self.pooling.pool)
 
     def warn_of_truncation(self, texts: int) -> None:
         """Logs how many of the texts since the last call were truncated, if any."""

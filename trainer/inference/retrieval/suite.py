@@ -22,7 +22,7 @@ from trainer.inference.retrieval.rerank import CrossEncoder
 from trainer.inference.retrieval.sentences import Given, SentenceEncoder
 from trainer.training.retrieval.collection import Collection
 from trainer.training.retrieval.measures import depth_of
-from trainer.training.retrieval.search import BLOCK, nearest
+from trainer.training.retrieval.search import block_of, nearest
 
 logger = logging.getLogger(__name__)
 
@@ -198,9 +198,10 @@ class Evaluator:
 
 
 def _embedded(encoder: SentenceEncoder, texts: Sequence[str]) -> Iterator[tuple[int, Tensor]]:
+    block = block_of(encoder.width)
     with Progress("embedding", len(texts)) as progress:
-        for first in range(0, len(texts), BLOCK):
-            some = encoder.for_role("document", texts[first : first + BLOCK])
+        for first in range(0, len(texts), block):
+            some = encoder.for_role("document", texts[first : first + block])
             yield first, encoder(some)
             progress.advance(len(some))
 

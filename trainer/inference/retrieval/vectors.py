@@ -4,17 +4,24 @@ vectors.json          what they are of: width D, number N, type, the model and i
 00000.npy ...         [n, D] each, n = `part` but for the last; float32, float16 or int8
 00000.scales.npy ...  with int8: float32 [n], by which the rows are multiplied
 names.jsonl           N lines, the id of each text: "_id" of a row, or else the number of its line
+
+Of sparse vectors, the numbers that are not 0 are stored, row by row, as in a matrix of SciPy,
+csr_matrix((values, columns, offsets), (n, D)):
+
+00000.npy ...          [K], the values
+00000.columns.npy ...  int32 [K], of each value
+00000.offsets.npy ...  int64 [n + 1]: row i has the values from offsets[i] to offsets[i + 1]
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, TypeAlias, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +32,10 @@ from samestep.errors import ConfigError, DataError
 from samestep.storage import atomic_write, make_folder, write_text
 from samestep.stored_json import Between, Count, JsonError, parse_json, read_json
 from samestep.untrusted import read_regular, regular
+from trainer.training.retrieval.search import block_of
+
+_Read: TypeAlias = Callable[[int, int], npt.NDArray[np.float32]]
+"""From the first row to the end to vectors, fp32 [end - first, D]."""
 
 Number: TypeAlias = Literal["float32", "float16", "int8"]
 
@@ -40,6 +51,7 @@ class _Description(TypedDict):
     width: Count
     number: Number
     similarity: Literal["cosine", "dot"]
+    sparse: NotRequired[bool]
     made_of: dict[str, object]
 
 
@@ -54,6 +66,7 @@ class Vectors:
         number: type of the stored numbers.
         similarity: cosine or dot: what compares two of them.
         made_of: the model, its pooling and the file of the texts.
+        sparse: whether only numbers other than 0 are stored.
     """
 
     folder: Path
@@ -63,6 +76,7 @@ class Vectors:
     number: Number
     similarity: Literal["cosine", "dot"]
     made_of: Mapping[str, object]
+    sparse: bool = False
 
     @classmethod
     def begin(
@@ -75,6 +89,7 @@ class Vectors:
         number: Number,
         similarity: Literal["cosine", "dot"],
         made_of: Mapping[str, object],
+        sparse: bool = False,
     ) -> Vectors:
         """Begins a folder, or goes on with one that was begun with the same.
 
@@ -101,6 +116,7 @@ class Vectors:
                 "width": width,
                 "number": number,
                 "similarity": similarity,
+                **({"sparse": True} if sparse else {}),
                 "made_of": made_of,
             }
             write_text(description, json.dumps(settings, indent=1) + "\n")
@@ -152,6 +168,7 @@ class Vectors:
             found["number"],
             found["similarity"],
             found["made_of"],
+            found.get("sparse", False),
         )
 
     @property
@@ -183,11 +200,20 @@ class Vectors:
         return self._file(part).is_file()
 
     def write(self, part: int, vectors: Tensor) -> None:
-        """Writes a part, fp32 [n, D]; it appears once it is complete.
+        """Writes a part, fp32 [n, D], as a COO tensor if `sparse`; it appears once complete.
 
         Raises:
             DataError: the type of the stored numbers does not hold a vector.
         """
+        rows = None
+        if self.sparse:
+            vectors = vectors.coalesce()  # row by row
+            rows, columns = vectors.indices().numpy()
+            counts = np.bincount(rows, minlength=len(vectors))
+            # The values come last: a part counts as written once their file exists.
+            self._save(self._file(part, ".columns"), columns.astype(np.int32))
+            self._save(self._file(part, ".offsets"), np.concatenate(([0], counts.cumsum())))
+            vectors = vectors.values()
         values = vectors.numpy()
         most = np.finfo(np.float16 if self.number == "float16" else np.float32).max
         if not (np.abs(values) <= most).all():  # also NaN
@@ -199,11 +225,15 @@ class Vectors:
             left.unlink(missing_ok=True)
         if self.number == "int8":
             # The largest number of a row becomes 127 or -127: of 0.5 and -1, 64 and -127.
-            scales = np.abs(values).max(1) / _MOST_INT8
+            if rows is None:
+                scales = np.abs(values).max(1) / _MOST_INT8
+            else:
+                scales = np.zeros(len(counts), np.float32)
+                np.maximum.at(scales, rows, np.abs(values) / _MOST_INT8)
             scales[scales == 0] = 1  # a row of zeros would be divided by 0
             # The scales come first: a part counts as written once its own file exists.
-            self._save(self._scales(part), scales.astype(np.float32))
-            values = np.rint(np.divide(values, scales[:, None]))
+            self._save(self._file(part, ".scales"), scales.astype(np.float32))
+            values = np.rint(np.divide(values, scales[:, None] if rows is None else scales[rows]))
         self._save(self._file(part), values.astype(self.number))
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
@@ -215,21 +245,45 @@ class Vectors:
         for part in range(self.parts):
             first = part * self.part
             count = min(self.part, self.texts - first)
-            values = self._load(self._file(part), (count, self.width), self.number)
+            if self.sparse:
+                rows, read = block_of(self.width), self._densified(part, count)
+            else:
+                rows, read = _ROWS, self._dense(part, count)
             scales = None
             if self.number == "int8":
-                scales = self._load(self._scales(part), (count,), "float32")[:, None]
-            for start in range(0, count, _ROWS):
-                vectors = values[start : start + _ROWS].astype(np.float32)
+                scales = self._load(self._file(part, ".scales"), (count,), "float32")[:, None]
+            for start in range(0, count, rows):
+                vectors = read(start, min(start + rows, count))
                 if scales is not None:
-                    vectors *= scales[start : start + _ROWS].astype(np.float32)
+                    vectors *= scales[start : start + rows].astype(np.float32)
                 yield first + start, torch.from_numpy(vectors)
 
-    def _file(self, part: int) -> Path:
-        return self.folder / f"{part:05}.npy"
+    def _dense(self, part: int, count: int) -> _Read:
+        values = self._load(self._file(part), (count, self.width), self.number)
+        return lambda start, end: values[start:end].astype(np.float32)
 
-    def _scales(self, part: int) -> Path:
-        return self.folder / f"{part:05}.scales.npy"
+    def _densified(self, part: int, count: int) -> _Read:
+        """Reads rows of a sparse part of `count` vectors."""
+        offsets = self._load(self._file(part, ".offsets"), (count + 1,), "int64")
+        columns = self._load(self._file(part, ".columns"), (int(offsets[-1]),), "int32")
+        values = self._load(self._file(part), (int(offsets[-1]),), self.number)
+        counts = np.diff(offsets)
+        if offsets[0] != 0 or (counts < 0).any():
+            raise _damaged(self._file(part, ".offsets"), "offsets that do not ascend from 0")
+
+        def read(start: int, end: int) -> npt.NDArray[np.float32]:
+            own = slice(offsets[start], offsets[end])
+            places = columns[own]
+            if len(places) and not 0 <= places.min() <= places.max() < self.width:
+                raise _damaged(self._file(part, ".columns"), f"columns beyond {self.width}")
+            vectors = np.zeros((end - start, self.width), np.float32)
+            vectors[np.repeat(np.arange(end - start), counts[start:end]), places] = values[own]
+            return vectors
+
+        return read
+
+    def _file(self, part: int, what: str = "") -> Path:
+        return self.folder / f"{part:05}{what}.npy"
 
     def _save(self, path: Path, values: npt.NDArray[np.generic]) -> None:
         with atomic_write(path) as file:
@@ -246,8 +300,11 @@ class Vectors:
                 f"cannot read {path}: {error}. Remove it, and run the same samestep embed again."
             ) from error
         if values.shape != shape or values.dtype != number:
-            raise DataError(
-                f"{path} is {values.dtype} {values.shape}, not {number} {shape}. Remove it, and "
-                "run the same samestep embed again."
-            )
+            raise _damaged(path, f"{values.dtype} {values.shape}, not {number} {shape}")
         return values
+
+
+def _damaged(path: Path, found: str) -> DataError:
+    return DataError(
+        f"{path} has {found}. Remove this part's files, and run the same samestep embed again."
+    )

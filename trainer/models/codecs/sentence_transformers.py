@@ -10,7 +10,8 @@ from typing import Any, TypedDict, TypeVar, cast, get_args
 from samestep.errors import CheckpointError, ConfigError
 from samestep.stored_json import damage_of, read_json
 from samestep.untrusted import inside
-from trainer.models.pooling import ROLES, Pool, Similarity
+from trainer.models.codecs import sparse_encoders
+from trainer.models.pooling import ROLES, Pool, Similarity, TextPool
 
 T = TypeVar("T")
 
@@ -31,6 +32,7 @@ _FIX = "With --pool, vectors are pooled hidden states of the encoder alone"
 class _Transformer(TypedDict, total=False):
     max_seq_length: int | float | None
     do_lower_case: bool
+    transformer_task: str
 
 
 class _Tokenizer(TypedDict, total=False):
@@ -41,6 +43,7 @@ class _Settings(TypedDict, total=False):
     prompts: dict[str, str] | None
     default_prompt_name: str | None
     similarity_fn_name: str | None
+    max_active_dims: int | None
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Pooling:
         similarity: what compares two vectors.
     """
 
-    pool: Pool = "mean"
+    pool: TextPool = "mean"
     normalize: bool = True
     longest: int | None = None
     query: str = ""
@@ -67,7 +70,7 @@ class Pooling:
     similarity: Similarity = "cosine"
 
     @classmethod
-    def of(cls, folder: Path, pool: Pool | None = None) -> Pooling | None:
+    def of(cls, folder: Path, pool: TextPool | None = None) -> Pooling | None:
         """Reads the settings of a folder; None if it is not of `sentence-transformers`.
 
         Args:
@@ -77,19 +80,24 @@ class Pooling:
             CheckpointError: a file is damaged or missing.
             ConfigError: it has a module or setting that samestep does not compute.
         """
-        file = inside(folder, "modules.json")
+        modules_file = file = inside(folder, "modules.json")
         if not file.is_file():
             return None
         modules = _read(file, list[dict[str, object]])
+        kinds = [str(module.get("type")) for module in modules]
+        is_sparse = sparse_encoders.is_sparse(kinds)
         for number, module in enumerate(modules):
-            kind = str(module.get("type"))
+            kind = kinds[number]
             name = kind.rpartition(".")[2]
-            is_known = kind.startswith("sentence_transformers.") and [name] == _MODULES[number:][:1]
+            is_known = kind.startswith("sentence_transformers.") and (
+                is_sparse or [name] == _MODULES[number:][:1]
+            )
             if not is_known or (number == 0 and module.get("path") != ""):
                 raise ConfigError(
                     f"{file} has the module {kind} at place {number}, which samestep does not "
-                    f"compute: it has Transformer, Pooling, Normalize in this order. Remove "
-                    "modules.json to use the encoder alone"
+                    f"compute: it has Transformer, Pooling, Normalize in this order, or "
+                    f"{', '.join(sparse_encoders.MODULES)}. Remove modules.json to use the encoder "
+                    "alone"
                 )
         if len(modules) < 2:
             raise ConfigError(f"{file} has no module Pooling. Remove it to use the encoder alone")
@@ -102,13 +110,20 @@ class Pooling:
                 f"{file} has the prompts {prompts!r} and default_prompt_name {default!r}. Name one "
                 "of them"
             )
-        similarity = settings.get("similarity_fn_name") or "cosine"
+        similarity = settings.get("similarity_fn_name") or ("dot" if is_sparse else "cosine")
         if similarity not in get_args(Similarity):
             raise ConfigError(
                 f"{file} has similarity_fn_name {similarity!r}, which samestep does not compute. "
                 "Set it to cosine or dot"
             )
-        stored = _pool(inside(folder, f"{modules[1].get('path')}/config.json"), pool)
+        stored: TextPool
+        own = inside(folder, f"{modules[1].get('path')}/config.json")
+        if is_sparse and pool in (None, "splade"):
+            content = _optional(own, dict[str, object])
+            sparse_encoders.check(modules_file, kinds, transformer, content, settings)
+            stored = "splade"
+        else:
+            stored = _pool(own, pool)
         return cls(
             stored,
             len(modules) > 2,
@@ -150,7 +165,7 @@ class Pooling:
         return text.lower() if self.lower else text
 
 
-def _pool(file: Path, instead: Pool | None) -> Pool:
+def _pool(file: Path, instead: TextPool | None) -> TextPool:
     """The pooling that 1_Pooling/config.json describes, or the one in its place."""
     if not file.is_file():
         raise CheckpointError(f"{file} is missing. Copy the folder again")

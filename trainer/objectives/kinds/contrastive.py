@@ -280,7 +280,7 @@ class Contrastive(SentencePairs, OverBatch):
 
     def summary(self, model: nn.Module, batch: Tensors) -> Tensor:
         """The columns of `_Columns`, side by side: [B, K]."""
-        pairs, logit_scale = self._outputs(model, batch)
+        pairs, logit_scale = self.outputs(model, batch)
         if max(self.config.widths, default=0) > pairs.shape[-1]:
             raise ConfigError(
                 f"objective.widths are {list(self.config.widths)}, and the embeddings have "
@@ -295,13 +295,13 @@ class Contrastive(SentencePairs, OverBatch):
             columns.append(logit_scale.expand(len(weights), 1))
         return torch.cat(columns, 1)
 
-    def _outputs(self, model: nn.Module, batch: Tensors) -> tuple[Tensor, Tensor | None]:
+    def outputs(self, model: nn.Module, batch: Tensors) -> tuple[Tensor, Tensor | None]:
         """The embeddings [B, T, D], and the parameter of a learned temperature [1]."""
         found = model(Inputs.of(batch), self.needs)
         pairs = self.pool_texts(found["embedding"], batch, self.config.pool)
         return pairs, found.get("logit_scale")
 
-    def _columns(self, table: Tensor) -> _Columns:
+    def columns(self, table: Tensor) -> _Columns:
         """Splits a table of summaries."""
         learned, rows = int(self.config.learn_temperature), len(table)
         others = [2 * self.texts, 1, 1, 2 * self._numbers, learned, self.texts * self.guide_width]
@@ -325,7 +325,7 @@ class Contrastive(SentencePairs, OverBatch):
         Before the loss comes 1 / N of the gradient for the scale's logarithm, if it is learned. So
         the sum over all rows is the gradient, however the rows are split.
         """
-        columns = self._columns(table)
+        columns = self.columns(table)
         rows = len(table)
         with torch.enable_grad():
             pairs = columns.pairs.detach().requires_grad_()
@@ -423,7 +423,7 @@ class Contrastive(SentencePairs, OverBatch):
 
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
         """The mean over anchors, totals["examples"]; its value comes from the first pass."""
-        pairs, logit_scale = self._outputs(model, batch)
+        pairs, logit_scale = self.outputs(model, batch)
         slope, *of_scale, nll, correct = torch.split(
             batch["over_batch"], [pairs[0].numel(), *([] if logit_scale is None else [1]), 1, 1], 1
         )

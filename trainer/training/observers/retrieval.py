@@ -23,7 +23,7 @@ from samestep.errors import ConfigError
 from trainer.models import ModelConfig
 from trainer.models.codecs.sentence_transformers import Pooling
 from trainer.models.inputs import Inputs
-from trainer.models.pooling import pool
+from trainer.models.pooling import pool, positions_at_a_time, splade
 from trainer.models.text_inputs import (
     BATCH_TOKENS,
     Int64,
@@ -37,7 +37,7 @@ from trainer.training.experiment import Experiment
 from trainer.training.observers import Observer
 from trainer.training.retrieval.collection import Collection
 from trainer.training.retrieval.measures import depth_of
-from trainer.training.retrieval.search import BLOCK, nearest
+from trainer.training.retrieval.search import block_of, nearest
 from trainer.training.weights.pooling import of_run
 
 
@@ -78,8 +78,7 @@ class RetrievalScores(Observer):
     ) -> None:
         self._measures, self._collection, self._texts = measures, collection, texts
         self._names = list(collection.documents)
-        self._width, self._is_prefix = settings.width, settings.prefix_lm
-        self._output = f"layer.{settings.layers}"
+        self._settings = settings
         self._model, self._strategy = model, strategy
         self._is_static = strategy.compiles_layers or strategy.accelerator.compiles
 
@@ -90,9 +89,10 @@ class RetrievalScores(Observer):
         # A device that compiles would compile for each width of a block; the host ranks instead.
         if not accelerator.compiles:
             queries = queries.to(accelerator.device)
+        block = block_of(self._width(of_phase))
         blocks = (
-            (first, self._embed(of_phase, documents[first : first + BLOCK]))
-            for first in range(0, len(documents), BLOCK)
+            (first, self._embed(of_phase, documents[first : first + block]))
+            for first in range(0, len(documents), block)
         )
         depth = depth_of(self._measures)
         rankings = nearest(of_phase.pooling.similarity, queries, blocks, self._names, depth)
@@ -109,7 +109,7 @@ class RetrievalScores(Observer):
             with strategy.accelerator.graph(f"retrieval of {of_phase.pooling}"):
                 vectors = self._vectors(of_phase, [texts[number] for number in own[-1]])
                 outputs.append(strategy.keep_rows(vectors))
-        table = torch.zeros(len(texts), self._width)
+        table = torch.zeros(len(texts), self._width(of_phase))
         for place, (numbers, vectors) in enumerate(
             zip(own, strategy.rows_on_host(outputs), strict=True)
         ):
@@ -119,13 +119,19 @@ class RetrievalScores(Observer):
         with strategy.accelerator.graph(f"vectors of {len(texts)} texts"):
             return strategy.all_reduce(table).cpu()
 
+    def _width(self, of_phase: TokenizedCollection) -> int:
+        is_sparse = of_phase.pooling.pool == "splade"
+        return self._settings.vocab_size if is_sparse else self._settings.width
+
     def _batches(self, of_phase: TokenizedCollection, texts: Sequence[Tokens]) -> list[Int64]:
         """The numbers of the texts of each batch; of equal shapes where graphs are compiled."""
+        how, vocab_size = of_phase.pooling.pool, self._settings.vocab_size
+        batch_tokens = positions_at_a_time(how, vocab_size, BATCH_TOKENS)
         if not self._is_static:
             lengths = np.array([len(tokens) for tokens in texts], dtype=np.int64)
-            return list(batches(lengths, BATCH_TOKENS))
+            return list(batches(lengths, batch_tokens))
         devices = self._strategy.replica.devices
-        rows = devices * max(1, BATCH_TOKENS // of_phase.longest // devices)
+        rows = devices * max(1, batch_tokens // of_phase.longest // devices)
         # The last batch repeats the last text: 5 texts by 4 are 0 1 2 3 and 4 4 4 4.
         return [
             np.minimum(np.arange(first, first + rows), len(texts) - 1)
@@ -139,11 +145,13 @@ class RetrievalScores(Observer):
         # Segments stay, unlike in training, where full rows leave them out: with them, attention
         # adds in the order in which the command adds.
         real = batch["segments"] > 0
-        if self._is_prefix:
+        if self._settings.prefix_lm:
             batch["prefix"] = real
+        how = of_phase.pooling.pool
+        output = "tokens" if how == "splade" else f"layer.{self._settings.layers}"
         with self._strategy.autocast():
-            states = self._model(Inputs.of(batch), frozenset({self._output}))[self._output]
-        vectors = pool(states.float(), real, of_phase.pooling.pool)
+            states = self._model(Inputs.of(batch), frozenset({output}))[output]
+        vectors = splade(states, real) if how == "splade" else pool(states.float(), real, how)
         return F.normalize(vectors) if of_phase.pooling.normalize else vectors
 
 

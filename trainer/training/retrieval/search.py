@@ -18,8 +18,16 @@ Float32: TypeAlias = npt.NDArray[np.float32]
 Blocks: TypeAlias = Iterator[tuple[int, Tensor]]
 """The number of the first row, and fp32 [N, D], in ascending order."""
 
-BLOCK = 4096
-"""Documents that are embedded and compared at a time."""
+_BLOCK = 4096
+_WIDE = 1 << 24  # numbers of a block: 64 MB
+
+
+def block_of(width: int) -> int:
+    """The number of documents, with vectors of `width` numbers, that are compared at a time.
+
+    4096 up to a width of 4096, and 549 of BERT's vocabulary of 30,522.
+    """
+    return max(1, min(_BLOCK, _WIDE // width))
 
 
 def comparable(similarity: str, queries: Tensor, blocks: Blocks) -> tuple[Tensor, Blocks]:

@@ -15,12 +15,17 @@ from samestep.errors import ConfigError, DataError
 from trainer.checkpoint import integrity
 from trainer.checkpoint.meta import read_meta
 from trainer.models.codecs.sentence_transformers import Pooling
-from trainer.models.pooling import Pool
+from trainer.models.pooling import TextPool
 from trainer.objectives import ObjectiveConfig
 from trainer.objectives.kinds import contrastive
 from trainer.objectives.sentence_pairs import EmbeddingConfig
 from trainer.training.experiment import Experiment
-from trainer.training.weights.loading import Weights, check_weights, objective_of
+from trainer.training.weights.loading import (
+    Weights,
+    check_weights,
+    load_config,
+    objective_of,
+)
 from trainer.training.weights.places import (
     checkpoints_of,
     is_adapter,
@@ -34,7 +39,7 @@ logger = logging.getLogger(__name__)
 _SETTINGS = ("pool", "normalize", "max_length", "similarity", "prompts")
 
 
-def pooling_of(weights: Weights, pool: Pool | None = None) -> Pooling | None:
+def pooling_of(weights: Weights, pool: TextPool | None = None) -> Pooling | None:
     """How trained weights embed texts; None if neither their run nor their folder says so.
 
     Args:
@@ -54,8 +59,11 @@ def with_pooling(experiment: Experiment, begun: Tree) -> Experiment:
         begun: the settings of the run so far; {} if it is new.
 
     Raises:
-        ConfigError: the prompts are not the dataset's, or are unknown.
+        ConfigError: the prompts are not the dataset's, or are unknown; or SPLADE starts from
+            weights without a head that predicts tokens.
     """
+    if not begun:
+        _check_head(experiment)
     values = begun.get("objective", {}) if begun else _values(experiment)
     phases = tuple(
         phase
@@ -89,6 +97,23 @@ def _with_guide(experiment: Experiment, begun: Tree) -> Experiment:
     return replace(experiment, objective=guided)
 
 
+def _check_head(experiment: Experiment) -> None:
+    """Rejects SPLADE from weights without a head, whose logits would be noise."""
+    objectives = (experiment.objective, *(phase.objective for phase in experiment.phases))
+    if experiment.init_from is None or not any(map(_is_sparse, objectives)):
+        return
+    head = load_config(experiment.init_from).head
+    if head != "language_model":
+        raise ConfigError(
+            f"objective.kind is splade, and {experiment.init_from} has no head that predicts "
+            f"tokens (its head: {head}). Name a run of mlm, or a published model with such a head."
+        )
+
+
+def _is_sparse(objective: ObjectiveConfig | None) -> bool:
+    return isinstance(objective, EmbeddingConfig) and objective.is_sparse
+
+
 def _values(experiment: Experiment) -> Mapping[str, Any]:
     """The settings of pooling in `init_from`; logs them, and where the experiment has others."""
     start, objective = experiment.init_from, experiment.objective
@@ -98,10 +123,10 @@ def _values(experiment: Experiment) -> Mapping[str, Any]:
         values["prompts"] = _prompts(experiment, values.get("prompts"))
     if found is None:
         return values
-    logger.info("texts are embedded as %s does: %s", start, _shown(values))
+    logger.info("texts are embedded as %s does: %s", start, _shown(_fitting(objective, values)))
     for name in _SETTINGS[:-1]:
         own = getattr(objective, name, None)
-        if own not in (None, values[name]):
+        if name in _fitting(objective, values) and own not in (None, values[name]):
             logger.warning(
                 "objective.%s is %r, and %s has %r. Leave it out to continue as that does",
                 *(name, own, start, values[name]),
@@ -175,8 +200,19 @@ def _filled(objective: ObjectiveConfig, values: Mapping[str, Any]) -> ObjectiveC
     if not isinstance(objective, EmbeddingConfig):
         return objective
     own = {field.name for field in fields(objective) if getattr(objective, field.name) is None}
+    values = _fitting(objective, values)
     new = {name: values[name] for name in _SETTINGS if name in own and values.get(name) is not None}
     return replace(objective, **new)
+
+
+def _fitting(objective: ObjectiveConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings that an objective can take over: of the other of SPLADE and hidden states, two.
+
+    Those are the length of texts and the prompts.
+    """
+    if _is_sparse(objective) == (values.get("pool") == "splade"):
+        return values
+    return {name: values[name] for name in ("max_length", "prompts") if name in values}
 
 
 def _shown(values: Mapping[str, Any]) -> str:
