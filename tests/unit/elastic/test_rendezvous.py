@@ -18,7 +18,13 @@ import pytest
 from torch.distributed import TCPStore
 
 from samestep.environment import open_files
-from samestep.errors import CheckpointError, ConfigError, LaunchError, RendezvousError, UnreachableError
+from samestep.errors import (
+    CheckpointError,
+    ConfigError,
+    LaunchError,
+    RendezvousError,
+    UnreachableError,
+)
 from samestep.storage.channel import Channel
 from tests.ports import free_port
 from tests.waiting import until
