@@ -1,4 +1,7 @@
-"""Llama (Touvron et al. 2023), and its relatives: Mistral, Qwen 2 and 3, SmolLM, EuroBERT."""
+"""Llama (Touvron et al. 2023), and its relatives.
+
+Mistral, Qwen 2 and 3, SmolLM, OLMo 2 and EuroBERT.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from trainer.models.extras import Extra
 from trainer.models.families import Family
 from trainer.models.heads import EmbeddingHead, LanguageModelHead, PooledHead, TokenHead
 from trainer.models.layers.frequencies import Scaling, angles
-from trainer.models.layers.grouped import GroupedAttention, Grouping
+from trainer.models.layers.grouped import GroupedAttention, Grouping, OutputNormLayer
 from trainer.models.transformer import Transformer
 
 _TASKS: tuple[Head, ...] = (*get_args(TaskHead), "embedding")
@@ -43,6 +46,9 @@ class Config(Family):
         unplaced_every: the last of this many layers has no positions (4 in SmolLM3); 0: all have.
         qkv_bias: whether the projections to queries, keys and values have biases (Qwen 2).
         qk_norm: whether queries and keys are normalized in each head (Qwen 3).
+        joint_qk_norm: whether they are normalized over all heads at once (OLMo 2).
+        output_norm: whether layers normalize the output of attention and of the feed-forward
+            network instead of their input (OLMo 2).
         tied: whether the head shares the token embeddings.
         initializer_range: standard deviation of the initial weights.
         head: predicts tokens (`language_model`); or, fine-tuned for a task, the class of a text
@@ -76,6 +82,8 @@ class Config(Family):
     unplaced_every: int = 0
     qkv_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
+    output_norm: bool = False
     tied: bool = True
     initializer_range: float = 0.02
     head: Head = "language_model"
@@ -102,6 +110,8 @@ class Config(Family):
         for name in ("theta", "initializer_range"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}. Use a number above 0.")
+        if self.qk_norm and self.joint_qk_norm:
+            raise ConfigError("qk_norm and joint_qk_norm are true. Set one of them.")
         self.check_task(*_TASKS)
         if self.pooling != "first" and (self.causal or self.head not in POOLED):
             raise ConfigError(
@@ -155,8 +165,21 @@ class Config(Family):
         # A window of 4 is the position itself and 3 before it: distances 0 to 3.
         window = None if self.window is None else self.window - 1
         return GroupedAttention(
-            self, Grouping(self.keys, self.qkv_bias, self.qk_norm, self.rotates(index), window)
+            self,
+            Grouping(
+                self.keys,
+                bias=self.qkv_bias,
+                norm=self.qk_norm,
+                joint_norm=self.joint_qk_norm,
+                rotates=self.rotates(index),
+                window=window,
+            ),
         )
+
+    def build_layer(self, index: int, cross_attention: bool = False) -> nn.Module:
+        if self.output_norm:
+            return OutputNormLayer(self, index)
+        return super().build_layer(index, cross_attention)
 
     def build_base(self) -> Transformer:
         return Transformer(self, self._build_head(), self.build_extras())
