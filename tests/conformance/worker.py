@@ -68,6 +68,12 @@ TASKS = {
         "head_width: 8, ffn_width: 48, max_positions: 32, window: 16, qk_norm: true, "
         "dropout: 0.1, attention_dropout: 0.1}",
     ],
+    "olmo2": [
+        "objective={kind: causal_lm}",
+        "model={kind: llama, vocab_size: 600, layers: 2, width: 32, heads: 4, kv_heads: 2, "
+        "head_width: 8, ffn_width: 48, max_positions: 32, joint_qk_norm: true, "
+        "output_norm: true, dropout: 0.1, attention_dropout: 0.1}",
+    ],
     "xlnet": [
         "objective={kind: permutation_lm, k: 4}",
         "model={kind: xlnet, vocab_size: 600, layers: 3, width: 32, heads: 2, ffn_width: 64, "
@@ -134,6 +140,7 @@ FAMILIES = {
     "mpnet": "best_fit",
     "neobert": "best_fit",
     "llama": "best_fit",
+    "olmo2": "best_fit",
     "xlnet": "best_fit",
     "deberta": "best_fit",
     "deberta_v3": "best_fit",

@@ -23,6 +23,7 @@ DECODERS = [
     dataclasses.replace(T5, architecture="prefix_lm"),
     modernbert.Config(**SHAPE, max_positions=24, causal=True, local_window=4, global_every=2),
     llama.Config(**SHAPE, kv_heads=2, head_width=8, window=4, unplaced_every=2),
+    llama.Config(**SHAPE, kv_heads=2, head_width=8, joint_qk_norm=True, output_norm=True),
 ]
 
 
@@ -42,7 +43,7 @@ def tokens(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     "config",
     DECODERS,
-    ids=["gpt2", "openai_gpt", "t5_language_model", "t5_prefix_lm", "modernbert", "llama"],
+    ids=["gpt2", "openai_gpt", "t5_language_model", "t5_prefix_lm", "modernbert", "llama", "olmo2"],
 )
 def test_decoders(build: Callable[..., Model], config: Any):
     """Prompts of 5, 3 and 1 tokens, padded at the left, and 10 tokens after them."""
