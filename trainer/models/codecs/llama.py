@@ -324,6 +324,7 @@ class Codec(codecs.Codec[llama.Config]):
             ConfigError: there is none.
         """
         config = self.config
+        self._check_one_stack()
         if config.output_norm != config.joint_qk_norm:
             raise ConfigError(
                 f"output_norm {config.output_norm} with joint_qk_norm {config.joint_qk_norm} "
@@ -385,8 +386,16 @@ class Codec(codecs.Codec[llama.Config]):
     def _head_names(self) -> Mapping[Head, Mapping[str, str]]:
         return _NAMES if self.config.causal else _NAMES_OF_ENCODER
 
+    def _check_one_stack(self) -> None:
+        if self.config.encoder_decoder:
+            raise ConfigError(
+                f"decoder_layers {self.config.decoder_layers} cannot be exported: transformers has "
+                "no encoder-decoder with Llama's layers. Use the checkpoint with samestep."
+            )
+
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
         config = self.config
+        self._check_one_stack()
         table: dict[str, tuple[str, ...]] = {
             "embeddings.tokens.weight": ("model.embed_tokens.weight",),
             "final_norm.weight": ("model.norm.weight",),

@@ -12,14 +12,19 @@ from typing import ClassVar, Literal, get_args
 from torch import Tensor, nn
 
 from samestep.errors import ConfigError
-from trainer.models import Outputs
+from trainer.models import Model, Outputs
 from trainer.models.base import POOLED
 from trainer.models.config import Activation, Head, NormKind, TaskHead
 from trainer.models.extras import Extra
 from trainer.models.families import Family
 from trainer.models.heads import EmbeddingHead, LanguageModelHead, PooledHead, TokenHead
 from trainer.models.layers.frequencies import Scaling, angles
-from trainer.models.layers.grouped import GroupedAttention, Grouping, OutputNormLayer
+from trainer.models.layers.grouped import (
+    GroupedAttention,
+    GroupedCrossAttention,
+    Grouping,
+    OutputNormLayer,
+)
 from trainer.models.transformer import Transformer
 
 _TASKS: tuple[Head, ...] = (*get_args(TaskHead), "embedding")
@@ -55,6 +60,11 @@ class Config(Family):
             (`classification`) or a score for choosing among texts (`multiple_choice`), from the
             last position, or with `causal: false` the first; a tag for each token (`tagging`); the
             first and last token of an answer (`question_answering`); or embeds texts (`embedding`).
+        decoder_layers: number of layers of a decoder that attends to the output of the `layers`,
+            which then are an encoder; null: there is one stack. With `init_from` a model of one
+            stack, both start from its layers (`causal: false`, without norms of queries and keys).
+        start_token: id of the decoder's first input token, before each target: the tokenizer's
+            padding token or the one that ends texts; null without `decoder_layers`.
         pooling: what the first position holds for such a head of a model with `causal: false`: its
             own state (`first`), the mean of the text's (`mean`), or the mean after the head's dense
             layer (`late`, EuroBERT's).
@@ -87,6 +97,8 @@ class Config(Family):
     tied: bool = True
     initializer_range: float = 0.02
     head: Head = "language_model"
+    decoder_layers: int | None = None
+    start_token: int | None = None
     pooling: Literal["first", "mean", "late"] = "first"
     labels: tuple[str, ...] = ()
 
@@ -113,16 +125,58 @@ class Config(Family):
         if self.qk_norm and self.joint_qk_norm:
             raise ConfigError("qk_norm and joint_qk_norm are true. Set one of them.")
         self.check_task(*_TASKS)
+        self._check_decoder()
         if self.pooling != "first" and (self.causal or self.head not in POOLED):
             raise ConfigError(
                 f"pooling is {self.pooling}, which is for causal: false and a classification head. "
                 "Leave it out."
             )
 
+    def _check_decoder(self) -> None:
+        if self.decoder_layers is None:
+            self.check_absent("a Llama without decoder_layers", "start_token")
+            return
+        self.check_positive("decoder_layers")
+        if self.causal or self.head != "language_model":
+            raise ConfigError(
+                f"decoder_layers is {self.decoder_layers}, which needs causal: false for the "
+                "encoder and head: language_model. Set these, or leave decoder_layers out."
+            )
+        if self.start_token is None or not 0 <= self.start_token < self.vocab_size:
+            raise ConfigError(
+                f"start_token is {self.start_token}, and vocab_size {self.vocab_size}. With "
+                "decoder_layers, set it to the id of the tokenizer's padding or last token."
+            )
+        self.check_absent(
+            "a Llama with decoder_layers",
+            *("qkv_bias", "qk_norm", "joint_qk_norm", "output_norm", "unplaced_every"),
+        )
+
     @property
     def keys(self) -> int:
         """The value of `kv_heads`."""
         return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def encoder_decoder(self) -> bool:
+        return self.decoder_layers is not None
+
+    @property
+    def decoder(self) -> bool:
+        return self.causal or self.encoder_decoder
+
+    @property
+    def sets_start(self) -> bool:
+        return self.encoder_decoder
+
+    @property
+    def reads_sources(self) -> bool:
+        return self.encoder_decoder
+
+    @property
+    def dropout_sites(self) -> tuple[str, ...]:
+        more = ("cross_attention", "cross_attention_output") if self.encoder_decoder else ()
+        return (*super().dropout_sites, *more)
 
     @property
     def norm_kind(self) -> NormKind:
@@ -145,7 +199,17 @@ class Config(Family):
         heads = {head: f"model.head={head}" for head in _TASKS}
         if self.head != "language_model":
             return heads | dict.fromkeys(("tokens", "next_tokens"), "model.head=language_model")
-        return heads | {"tokens": "model.causal=false", "next_tokens": "model.causal=true"}
+        targets = {"target_tokens": f"model.decoder_layers={self.layers}"}
+        if self.encoder_decoder:
+            return heads | dict.fromkeys(("tokens", "next_tokens"), "model.decoder_layers=null")
+        return (
+            heads
+            | targets
+            | {
+                "tokens": "model.causal=false",
+                "next_tokens": "model.causal=true",
+            }
+        )
 
     def position_columns(self, positions: Tensor) -> dict[str, Tensor]:
         return angles(positions, self.head_width, self.theta, self.scaling)
@@ -181,7 +245,14 @@ class Config(Family):
             return OutputNormLayer(self, index)
         return super().build_layer(index, cross_attention)
 
-    def build_base(self) -> Transformer:
+    def build_cross_attention(self, index: int) -> nn.Module:
+        return GroupedCrossAttention(self, self.keys)
+
+    def build_base(self) -> Model:
+        if self.decoder_layers is not None:
+            from trainer.models.halves import Halves
+
+            return Halves(self, self._build_head(), decoder_layers=self.decoder_layers)
         return Transformer(self, self._build_head(), self.build_extras())
 
     def _build_head(self) -> nn.Module:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer.models.config import TransformerConfig
 from trainer.models.fused import Mask
 from trainer.models.layers import Projection
-from trainer.models.layers.attention import SelfAttention, take
+from trainer.models.layers.attention import CrossAttention, SelfAttention, take
 from trainer.models.layers.dropout import dropout
 from trainer.models.layers.layer import Layer
 from trainer.models.layers.rotary import turn
@@ -109,7 +109,7 @@ class GroupedAttention(SelfAttention):
         context: Context,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         key, value, mask = super()._visible(query, key, value, hidden, bias, context)
-        return self._repeat(key), self._repeat(value), mask
+        return self._repeated(key), self._repeated(value), mask
 
     def attend_fused(
         self,
@@ -121,14 +121,38 @@ class GroupedAttention(SelfAttention):
         dropout_key: Tensor | None,
     ) -> Tensor:
         # The kernels take as many heads of keys as of queries.
-        key, value = self._repeat(key), self._repeat(value)
+        key, value = self._repeated(key), self._repeated(value)
         return super().attend_fused(query, key, value, mask, bias, dropout_key)
 
-    def _repeat(self, part: Tensor) -> Tensor:
-        """[B, G, S, K] -> [B, H, S, K]."""
-        # With H = 6 and G = 2, heads 0 1 become 0 0 0 1 1 1.
-        times = self.heads // self.kv_heads
-        return part if times == 1 else part.repeat_interleave(times, dim=1)
+    def _repeated(self, part: Tensor) -> Tensor:
+        return repeat_heads(part, self.heads)
+
+
+class GroupedCrossAttention(CrossAttention):
+    """Cross-attention whose groups of heads share their keys and values."""
+
+    def __init__(self, config: TransformerConfig, kv_heads: int) -> None:
+        super().__init__(config)
+        self.kv_heads = kv_heads
+        keys = kv_heads * config.head_width
+        self.kv = Projection(config.width, 2 * keys, self.kv.parts, bias=False)
+
+    def split(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
+        if parts == 1:  # queries
+            return super().split(projected, parts)
+        return tuple(
+            repeat_heads(part.view(*part.shape[:2], self.kv_heads, -1).transpose(1, 2), self.heads)
+            for part in projected.chunk(parts, dim=-1)
+        )
+
+
+def repeat_heads(part: Tensor, heads: int) -> Tensor:
+    """Repeats each head of keys or values for its group of queries: [B, G, S, K] -> [B, H, S, K].
+
+    With H = 6 and G = 2, heads 0 1 become 0 0 0 1 1 1.
+    """
+    times = heads // part.shape[1]
+    return part if times == 1 else part.repeat_interleave(times, dim=1)
 
 
 class OutputNormLayer(Layer):
