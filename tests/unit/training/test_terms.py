@@ -55,7 +55,7 @@ def terms(folder: Path, front_matter: str, text: str = "# A model\n") -> dict[st
         (f"license: {'m' * 65}", {}),
         ("license: !!python/object/apply:os.getcwd []", {}),
         ("license: [mit", {}),
-        ("license: " + "[" * 2000, {}),
+        ("license: " + "[" * 400, {}),
         ("language: [" + "en, " * 600 + "]", {}),
         ("license: " + "m" * 5000 + "\nlanguage: en", {}),
     ],
