@@ -22,6 +22,7 @@ MODEL_FILES = (
     "config_sentence_transformers.json",
     "1_Pooling/config.json",
     *TOKENIZER_FILES,
+    "README.md",
 )
 # At least one file of each group makes a model, or a tokenizer.
 _MODEL_NEEDS = (("config.json",), ("model.safetensors", "model.safetensors.index.json"))

@@ -232,6 +232,8 @@ global batch of 10) in real processes that talk over gloo, and is compared with 
 | `mpnet` | MPNet with its relative bias |
 | `neobert` | NeoBERT with its masks, all of them [MASK] |
 | `llama` | Llama with grouped heads, normalized queries and keys, and a window |
+| `olmo2` | OLMo 2: norms after each branch |
+| `llama_halves` | a Llama with an encoder of 2 layers and a decoder of 2, with T5's objective |
 | `lstm`, `bilm`, `elmo` | LSTM language models of one direction, with weight dropout, and of two, on sub-words or characters |
 
 ## Cases

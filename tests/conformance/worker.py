@@ -68,6 +68,12 @@ TASKS = {
         "head_width: 8, ffn_width: 48, max_positions: 32, window: 16, qk_norm: true, "
         "dropout: 0.1, attention_dropout: 0.1}",
     ],
+    "olmo2": [
+        "objective={kind: causal_lm}",
+        "model={kind: llama, vocab_size: 600, layers: 2, width: 32, heads: 4, kv_heads: 2, "
+        "head_width: 8, ffn_width: 48, max_positions: 32, joint_qk_norm: true, "
+        "output_norm: true, dropout: 0.1, attention_dropout: 0.1}",
+    ],
     "xlnet": [
         "objective={kind: permutation_lm, k: 4}",
         "model={kind: xlnet, vocab_size: 600, layers: 3, width: 32, heads: 2, ffn_width: 64, "
@@ -105,6 +111,11 @@ TASKS = {
     "muon": ["optimizer={kind: muon, lr: 3e-3}"],
     "spanbert": ["objective={kind: mlm_sbo, longest_span: 5}", "model.span_boundary=true"],
     "span_corruption": [],
+    "llama_halves": [
+        "model={kind: llama, vocab_size: 700, layers: 2, width: 32, heads: 4, kv_heads: 2, "
+        "head_width: 8, ffn_width: 48, max_positions: 64, causal: false, decoder_layers: 2, "
+        "start_token: 0, dropout: 0.1, attention_dropout: 0.1}",
+    ],
     "ul2": ["objective={kind: denoising, scheme: ul2, z_loss: 1e-4}"],
     "causal_lm": [
         "objective=causal_lm",
@@ -122,7 +133,7 @@ TASKS = {
 }
 """Changes to the experiment file: a T5's for `TEXT_TASKS`, else a BERT's."""
 
-TEXT_TASKS = ("span_corruption", "causal_lm", "ul2", "bart")
+TEXT_TASKS = ("span_corruption", "causal_lm", "llama_halves", "ul2", "bart")
 """Tasks with a SentencePiece tokenizer."""
 
 FAMILIES = {
@@ -134,6 +145,7 @@ FAMILIES = {
     "mpnet": "best_fit",
     "neobert": "best_fit",
     "llama": "best_fit",
+    "olmo2": "best_fit",
     "xlnet": "best_fit",
     "deberta": "best_fit",
     "deberta_v3": "best_fit",
@@ -142,6 +154,7 @@ FAMILIES = {
     "elmo": "best_fit",
     "muon": "best_fit",
     "spanbert": "best_fit",
+    "llama_halves": "best_fit",
     "ul2": "best_fit",
     "bart": "best_fit",
 }

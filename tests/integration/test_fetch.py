@@ -47,6 +47,7 @@ def unplug(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_is_fetched_and_trained_on_without_a_network(
     hub, samestep, experiment_file, tmp_path, monkeypatch
 ):
+    hub.write("models/owner/tiny/README.md", b"---\nlicense: mit\nlanguage: en\n---\n")
     found = settings(samestep("fetch", "hf://owner/tiny"))
     unplug(hub, monkeypatch)
     assert len(found) == 1
@@ -57,6 +58,9 @@ def test_a_model_is_fetched_and_trained_on_without_a_network(
         assert result.code == 0, result.err
     weights = [load_weights(tmp_path / str(number)).tensors for number in range(2)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert samestep("export", tmp_path / "1", tmp_path / "exported").code == 0
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert "license: mit\nlanguage: en\nbase_model: owner/tiny\n---" in card
 
 
 def test_a_teacher_is_fetched_beside_the_student(

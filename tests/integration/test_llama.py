@@ -81,3 +81,38 @@ def test_a_decoder_goes_on_and_generates(
     begun = torch.cat([torch.tensor([[model.config.bos_token_id]]), ids], 1)
     found = model.generate(begun, max_new_tokens=5, do_sample=False)[0, begun.shape[1] :]
     assert tokenizer.decode(found, skip_special_tokens=True) in ours.out
+
+
+@pytest.mark.long
+def test_a_decoder_becomes_both_halves_of_an_encoder_decoder(
+    t5_experiment: str, tmp_path: Path, samestep: Samestep
+) -> None:
+    """Both stacks start from its layers, learn to continue texts, and generate."""
+    decoder, run = tmp_path / "decoder", tmp_path / "run"
+    shape = "width: 32, heads: 4, kv_heads: 2, head_width: 8, ffn_width: 48, max_positions: 64"
+    model = f"{{kind: llama, vocab_size: 700, layers: 2, {shape}, tied: false}}"
+    settings = ("objective=causal_lm", f"model={model}", "training.steps=2")
+    assert samestep("train", t5_experiment, *settings, f"output={decoder}").code == 0
+    begin = (f"init_from={decoder}", "model=null", "training.steps=1", *STILL, f"output={run}")
+    begin += ("objective={kind: prefix_lm}",)
+    refused = samestep("train", t5_experiment, *begin)
+    assert "model.decoder_layers=2" in refused.message
+    halves = ("model.causal=false", "model.decoder_layers=2")
+    refused = samestep("train", t5_experiment, *begin, *halves, "model.start_token=5")
+    assert "neither the token that ends a text nor padding" in refused.message
+    result = samestep("train", t5_experiment, *begin, *halves, "model.start_token=0")
+    assert result.code == 0, result.err
+    assert "parameters of the layers start from tensors of other names" in result.err
+    before, after = load_weights(decoder).tensors, load_weights(run).tensors
+    for ours, theirs in {
+        "encoder.1.attention.qkv.kv.weight": "layers.1.attention.qkv.kv.weight",
+        "decoder.1.cross_attention.kv.weight": "layers.1.attention.qkv.kv.weight",
+        "decoder.0.cross_attention_norm.weight": "layers.0.attention_norm.weight",
+        "encoder_norm.weight": "final_norm.weight",
+        "head.decoder.weight": "head.decoder.weight",
+    }.items():
+        torch.testing.assert_close(after[ours], before[theirs], rtol=0, atol=1e-6)
+    assert samestep("train", run / "config.yaml", "training.steps=3").code == 0
+    assert samestep("generate", run, "the class", "--max-new-tokens", "5").code == 0
+    refused = samestep("export", run, tmp_path / "exported")
+    assert "decoder_layers 2 cannot be exported" in refused.message

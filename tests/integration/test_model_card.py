@@ -88,6 +88,35 @@ def test_a_card_says_what_the_run_says(
     assert str(dataset_folder.parent) not in text
 
 
+def test_the_terms_of_the_first_weights_stay(
+    finished_run: Path, experiment_file: str, tmp_path: Path, samestep: Samestep
+) -> None:
+    """Through runs that start from each other, and an average, without the first folder."""
+    assert samestep("export", finished_run, tmp_path / "theirs").code == 0
+    readme = tmp_path / "theirs" / "README.md"
+    assert "license" not in card(tmp_path / "theirs")[0]
+    stated = {"license": "apache-2.0", "language": ["no", "en"], "base_model": "ada/bert"}
+    readme.write_text(f"---\n{yaml.safe_dump(stated)}datasets: [x]\n---\nlicense: mit\n")
+    short = ("training.steps=2", "schedule.warmup_steps=1", "checkpoint={every: 1, keep_last: 2}")
+    origin = tmp_path / "theirs"
+    for name in ("first", "second"):
+        run = tmp_path / name
+        begin = (f"init_from={origin}", f"output={run}", *short)
+        assert samestep("train", experiment_file, *begin).code == 0
+        origin = run
+        shutil.rmtree(tmp_path / "theirs", ignore_errors=True)
+    assert samestep("average", run, tmp_path / "mean", "--last", "2").code == 0
+    for weights in ("first", "second", "mean"):
+        assert samestep("export", tmp_path / weights, tmp_path / f"{weights}-out").code == 0
+        metadata, _ = card(tmp_path / f"{weights}-out")
+        assert {name: metadata.get(name) for name in (*stated, "datasets")} == {
+            **stated,
+            "datasets": None,
+        }
+    assert samestep("export", tmp_path / "mean-out", tmp_path / "again").code == 0
+    assert card(tmp_path / "again")[0]["license"] == "apache-2.0"
+
+
 def test_datasets_of_the_hub_are_named() -> None:
     table = {"path": "nyu-mll/glue", "revision": "abc", "name": "mrpc"}
     hub = {"kind": "huggingface", "path": "ada/books", "revision": "abc", "name": None}

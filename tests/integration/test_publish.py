@@ -140,9 +140,12 @@ def test_step_zero_of_a_run_that_started_from_weights(
     assert samestep("export", finished_run, tmp_path / "base").code == 0
     base, run = tmp_path / "base", tmp_path / "run"
     settings = ("training.steps=2", "schedule.warmup_steps=0", "model.layers=1", "init_layers=[1]")
+    (base / "README.md").write_text("---\nlicense: mit\n---\n")
     command = ("train", experiment_file, f"output={run}", f"init_from={base}", *settings)
     assert samestep(*command).code == 0
     assert samestep("publish", run, "ada/small").code == 0
+    for files in hub.repositories["ada/small"].values():
+        assert b"\nlicense: mit\n" in files["README.md"]
     loaded = AutoModelForMaskedLM.from_pretrained("ada/small", revision="step-000000").state_dict()
     trained = exported(finished_run)
     assert torch.equal(

@@ -26,6 +26,7 @@ from transformers import (
     LlamaConfig,
     ModernBertConfig,
     MPNetConfig,
+    Olmo2Config,
     OpenAIGPTConfig,
     PreTrainedModel,
     Qwen3Config,
@@ -74,6 +75,16 @@ MODELS = {
         num_key_value_heads=8,
         intermediate_size=3072,
         tie_word_embeddings=True,
+    ),
+    "olmo-2-1b, 2 of its layers, 32,000 tokens": Olmo2Config(
+        vocab_size=32000,
+        hidden_size=2048,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        intermediate_size=8192,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_theta": 500_000.0, "rope_type": "default"},
+        eos_token_id=2,
     ),
 }
 SMALL_ELECTRA = {"intermediate_size": 256, "num_attention_heads": 1, "hidden_size": 64}

@@ -63,11 +63,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {"head_dim": 12}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "olmo2": ("Olmo2", {"rms_norm_eps": 1e-6}),
+    "olmo2, heads of another width": ("Olmo2", {"head_dim": 12, "tie_word_embeddings": True}),
     "eurobert": ("EuroBert", {"mask_token_id": 3}),
     "eurobert, tied": ("EuroBert", {"mask_token_id": 3, "tie_word_embeddings": True}),
 }
 LONG = partial(pytest.param, marks=pytest.mark.long)
-QUICK = ("llama", "llama, llama3", "mistral", "qwen3")
+QUICK = ("llama", "llama, llama3", "mistral", "qwen3", "olmo2")
 each_case = pytest.mark.parametrize(
     "case",
     [case if case in QUICK else LONG(case) for case in CASES],
@@ -162,6 +164,7 @@ def test_greedy_tokens_are_those_of_generate(case: str, tmp_path: Path) -> None:
 HEADS: dict[str, tuple[str, str, tuple[str, ...], dict[str, Any]]] = {
     "classes": ("llama", "SequenceClassification", ("no", "maybe", "yes"), {}),
     "number": ("qwen3", "SequenceClassification", ("similarity",), {}),
+    "classes after output norms": ("olmo2", "SequenceClassification", ("no", "yes"), {}),
     "tags": ("qwen2", "TokenClassification", ("O", "B", "I"), {}),
     **{
         f"classes of an encoder, {pooling}": (
@@ -230,6 +233,7 @@ def test_what_we_do_not_compute_is_refused(
         read_config(llama.Config, {**tree, **change})
 
 
+OLMO2 = {"output_norm": True, "joint_qk_norm": True}
 SMALL = llama.Config(vocab_size=50, layers=4, width=16, heads=2, kv_heads=1, head_width=8)
 
 
@@ -239,6 +243,11 @@ SMALL = llama.Config(vocab_size=50, layers=4, width=16, heads=2, kv_heads=1, hea
         ({"qkv_bias": True, "qk_norm": True}, "qkv_bias and qk_norm cannot be exported together"),
         ({"causal": False, "window": 4}, "causal: false and window cannot"),
         ({"unplaced_every": 2, "window": 4}, "unplaced_every and window cannot"),
+        ({**OLMO2, "window": 4}, "output_norm and window cannot"),
+        ({**OLMO2, "qkv_bias": True}, "qkv_bias and output_norm cannot"),
+        ({"output_norm": True}, "output_norm True with joint_qk_norm False cannot be exported"),
+        ({"joint_qk_norm": True}, "output_norm False with joint_qk_norm True cannot be exported"),
+        ({**OLMO2, "head": "tagging", "labels": ("a", "b")}, "a tagging head cannot be exported"),
         ({"activation": "geglu"}, "activation geglu cannot be exported"),
         ({"head": "question_answering"}, "question_answering head cannot be exported"),
         ({"head": "multiple_choice", "causal": False}, "multiple_choice head cannot be exported"),
@@ -255,6 +264,7 @@ def test_what_transformers_lacks_is_not_exported(changes: dict[str, Any], messag
         ({"kv_heads": 3, "heads": 4}, "kv_heads is 3, which does not divide heads 4"),
         ({"head_width": 7}, "head_width is 7"),
         ({"window": 0}, "window is 0"),
+        ({"qk_norm": True, "joint_qk_norm": True}, "qk_norm and joint_qk_norm are true"),
         ({"theta": 0.0}, "theta is 0"),
         ({"pooling": "mean"}, "pooling is mean, which is for causal: false"),
         ({"unplaced_every": -1}, "unplaced_every is -1"),

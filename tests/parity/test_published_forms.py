@@ -77,7 +77,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "XLNet": {**XLNET, "summary_type": "first"},
     "GPT2": {**GPT, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0},
     "OpenAIGPT": {**GPT, "pad_token_id": 0},
-    **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3"), LLAMA),
+    **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "Olmo2"), LLAMA),
     "EuroBert": {**LLAMA, "mask_token_id": 3},
     "T5": {**T5, "decoder_start_token_id": 0},
     "MT5": {**T5, "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"},

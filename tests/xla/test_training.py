@@ -41,6 +41,19 @@ MODERNBERT = (
     "model={kind: modernbert, vocab_size: 600, layers: 5, width: 32, heads: 2, ffn_width: 48, "
     "max_positions: 32, local_window: 8}",
 )
+MPNET = (
+    "model={kind: mpnet, vocab_size: 600, layers: 3, width: 32, heads: 2, ffn_width: 64, "
+    "max_positions: 32}",
+)
+NEOBERT = (
+    "model={kind: neobert, vocab_size: 600, layers: 3, width: 32, heads: 2, ffn_width: 48, "
+    "max_positions: 32}",
+)
+LLAMA = (
+    "objective=causal_lm",
+    "model={kind: llama, vocab_size: 700, layers: 3, width: 32, heads: 4, kv_heads: 2, "
+    "head_width: 8, ffn_width: 48, max_positions: 64}",
+)
 XLNET = (
     "objective=permutation_lm",
     "model={kind: xlnet, vocab_size: 600, layers: 3, width: 32, heads: 2, ffn_width: 64, "
@@ -77,7 +90,10 @@ def on_cpu(samestep: Samestep, file: str, folder: Path, *overrides: str) -> list
         *("bert", "electra", "modernbert", "t5", "gpt2"),
         *(
             pytest.param(kind, marks=pytest.mark.exhaustive)
-            for kind in ("packed roberta", "albert", "deberta", "deberta v3", "xlnet")
+            for kind in (
+                *("packed roberta", "albert", "mpnet", "neobert", "llama"),
+                *("deberta", "deberta v3", "xlnet"),
+            )
         ),
     ],
 )
@@ -96,12 +112,15 @@ def test_losses_are_those_of_the_cpu(
     Everything is compiled once: the update that makes the optimizer's state, what the checkpoint
     gives, the step, the reading of metrics, and the evaluation. Nothing falls back to the CPU.
     """
-    file = t5_experiment if kind in ("t5", "gpt2") else experiment_file
+    file = t5_experiment if kind in ("t5", "gpt2", "llama") else experiment_file
     models = {
         "packed roberta": PACKED,
         "albert": ALBERT,
         "electra": ELECTRA,
         "modernbert": MODERNBERT,
+        "mpnet": MPNET,
+        "neobert": NEOBERT,
+        "llama": LLAMA,
         "xlnet": XLNET,
         "deberta": DEBERTA,
         "deberta v3": DEBERTA_V3,

@@ -128,7 +128,7 @@ class EncoderDecoder(TransformerModel):
             context,
             sites=self.config.dropout_sites,
             keys=keys.decoder,
-            columns=self.columns(inputs),
+            columns=self.columns(inputs) | self._target_columns(target_positions, targets),
             memory_mask=None if self.fuses_attention else _between(*between),
             fused_memory=Mask(*between) if self.fuses_attention else None,
         )
@@ -155,6 +155,12 @@ class EncoderDecoder(TransformerModel):
         if self.config.sets_start:
             targets = targets.masked_fill(positions == 0, start)
         return targets, inputs.target_segments, positions
+
+    def _target_columns(self, positions: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """What the decoder's layers read of positions, [B, T] or [1, T], of targets [B, T]."""
+        if not self.config.reads_positions:
+            return {}
+        return self.config.position_columns(positions.expand(len(targets), -1))
 
     def _keys(self, key: Tensor | None) -> _Keys:
         if not self.training or key is None:
@@ -341,7 +347,8 @@ class EncoderDecoder(TransformerModel):
         hidden, matrix = self.embeddings(tokens, None)
         hidden = self._placed_target(hidden, positions)
         last = torch.full_like(tokens[:, :1], tokens.shape[1] - 1)
-        context = replace(context, memory_mask=cache.memory.mask)
+        columns = self._target_columns(positions, tokens)
+        context = replace(context, memory_mask=cache.memory.mask, columns=columns)
         hidden = self.decoder.run(hidden, cache.memory.hidden, bias, context, last, cache)
         logits: Tensor = self.head(self.decoder_norm(hidden), matrix)[:, 0]
         return logits

@@ -22,6 +22,7 @@ from trainer.checkpoint.manager import Checkpointer, Config
 from trainer.checkpoint.meta import read_meta
 from trainer.training.weights.loading import Weights, load_weights, warn_of_not_finite
 from trainer.training.weights.places import checkpoints_of
+from trainer.training.weights.terms import terms_of
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,12 @@ def _write(
         # so that it is not published as a checkpoint of the run.
         if name not in (*_WRITTEN, "base", "best", "start")
     }
-    meta["average"] = {"of": run, "steps": list(steps), "fractions": list(fractions)}
+    meta["average"] = {
+        "of": run,
+        "steps": list(steps),
+        "fractions": list(fractions),
+        "terms": terms_of(newest),
+    }
     checkpoints = Checkpointer(
         target / "checkpoints", Config(asynchronous=False), rank=0, world_size=1
     )

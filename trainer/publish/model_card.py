@@ -32,6 +32,7 @@ from trainer.models.codecs import codec_of
 from trainer.models.codecs.sentence_transformers import Pooling
 from trainer.monitoring.jsonl import read_rows, scores_of
 from trainer.training.weights.loading import Weights
+from trainer.training.weights.terms import terms_of
 
 _SECRET = re.compile(
     r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE
@@ -101,6 +102,9 @@ def write(
     hub_name = revision = ""
     if base_model is not None and is_hub_path(base_model):
         hub_name, revision = name_and_revision(base_model)
+    terms = dict(terms_of(weights))
+    if hub_name:
+        terms["base_model"] = hub_name
     # The checkpoint names its datasets by digest; one that has changed since is another one.
     known = {manifest.digest: manifest for manifest in manifests_of(meta)}
     phases = meta.get("data", {}).get("mixture", [])
@@ -131,6 +135,7 @@ def write(
         packages=packages,
         mask=mask,
         base=base,
+        terms=yaml.safe_dump(terms, sort_keys=False) if terms else "",
         hub_name=hub_name,
         revision=revision,
         parameters=sum(math.prod(weights.tensors.shape(each)) for each in weights.tensors),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -255,7 +255,7 @@ def prepare(
     # A copy for the initial values: of the model's own parameters, the strategy may leave nothing
     # but their names.
     whole = copy.deepcopy(model)
-    initial, origin = _initial_values(experiment, dataset, whole, strategy, weights)
+    initial, origin, terms = _initial_values(experiment, dataset, whole, strategy, weights)
     embeddings = None
     if weights is None and to_restore:
         initial = _zeros
@@ -288,7 +288,7 @@ def prepare(
     description: dict[str, object] = {
         "config": to_tree(experiment),
         "teacher": teacher,
-        "start": None if to_restore else start_of(experiment, dataset, origin, embeddings),
+        "start": None if to_restore else start_of(experiment, dataset, origin, embeddings, terms),
     }
     if experiment.training.is_bitwise:
         from trainer.training.compute.arithmetic import arithmetic
@@ -306,17 +306,18 @@ def _initial_values(
     model: Model,
     strategy: Strategy,
     weights: str | Path | None,
-) -> tuple[InitialValues, dict[str, str] | None]:
-    """Returns the initial values of all parameters, and `base_of` their weights. Collective."""
+) -> tuple[InitialValues, dict[str, str] | None, Mapping[str, object]]:
+    """Returns the initial values, and `base_of` and `terms_of` their weights. Collective."""
     seed = experiment.seed
     if weights is None:
-        return partial(model.initial_values, seed=seed), None
+        return partial(model.initial_values, seed=seed), None, {}
     from trainer.training.weights.initial import (
         choose_layers,
         reinitialize_layers,
         stored_values,
     )
     from trainer.training.weights.loading import base_of, load_weights
+    from trainer.training.weights.terms import shared_terms
 
     rank, world_size = strategy.world.rank, strategy.world.size
     trained = load_weights(weights, rank, world_size)
@@ -325,7 +326,7 @@ def _initial_values(
     values = stored_values(trained, model, dataset, seed=seed)
     if experiment.redraw_layers:
         values = reinitialize_layers(values, model, experiment.redraw_layers, seed)
-    return values, base_of(trained, rank, world_size)
+    return values, base_of(trained, rank, world_size), shared_terms(trained, rank, world_size)
 
 
 def _zeros(_name: str, start: int, stop: int) -> torch.Tensor:

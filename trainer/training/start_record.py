@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 
 from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
 from samestep.config import Tree, to_tree
@@ -27,20 +28,23 @@ def start_of(
     dataset: AnyDataset,
     weights: dict[str, str] | None,
     embeddings: dict[str, str] | None,
+    terms: Mapping[str, object] | None = None,
 ) -> Tree:
     """Returns the record of a new run's start.
 
     Args:
         weights: path and identity of the weights of init_from.
         embeddings: path and identity of the word vectors of init_embeddings.
+        terms: license, languages and base models of the weights, for model cards.
 
     Returns:
-        `run`, a digest that tells the run from others, `weights`, `embeddings`, and the `initial`
-        settings of the model.
+        `run`, a digest that tells the run from others, `weights`, `embeddings`, the `initial`
+        settings of the model, and `terms` if there are any.
     """
     tree = to_tree(experiment)
     digests = [source.manifest.digest for source in named_sources(dataset).values()]
     facts = json.dumps([tree, digests, weights, embeddings], sort_keys=True)
     run = hashlib.sha256(facts.encode()).hexdigest()
     initial = {name: tree["model"][name] for name in INITIAL if name in tree["model"]}
-    return {"run": run, "weights": weights, "embeddings": embeddings, "initial": initial}
+    start = {"run": run, "weights": weights, "embeddings": embeddings, "initial": initial}
+    return {**start, "terms": dict(terms)} if terms else start

@@ -16,6 +16,9 @@ from trainer.models.inputs import Inputs
 SHAPE = {"vocab_size": 97, "layers": 2, "width": 32, "heads": 4, "ffn_width": 48}
 T5 = t5.Config(**SHAPE, head_width=12)
 BART = bart.Config(**SHAPE, max_positions=16)
+LLAMA = llama.Config(
+    **SHAPE, kv_heads=2, head_width=8, window=4, causal=False, decoder_layers=2, start_token=1
+)
 DECODERS = [
     gpt2.Config(**SHAPE, max_positions=24),
     openai_gpt.Config(**SHAPE, max_positions=24),
@@ -23,6 +26,7 @@ DECODERS = [
     dataclasses.replace(T5, architecture="prefix_lm"),
     modernbert.Config(**SHAPE, max_positions=24, causal=True, local_window=4, global_every=2),
     llama.Config(**SHAPE, kv_heads=2, head_width=8, window=4, unplaced_every=2),
+    llama.Config(**SHAPE, kv_heads=2, head_width=8, joint_qk_norm=True, output_norm=True),
 ]
 
 
@@ -42,7 +46,7 @@ def tokens(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     "config",
     DECODERS,
-    ids=["gpt2", "openai_gpt", "t5_language_model", "t5_prefix_lm", "modernbert", "llama"],
+    ids=["gpt2", "openai_gpt", "t5_language_model", "t5_prefix_lm", "modernbert", "llama", "olmo2"],
 )
 def test_decoders(build: Callable[..., Model], config: Any):
     """Prompts of 5, 3 and 1 tokens, padded at the left, and 10 tokens after them."""
@@ -62,8 +66,8 @@ def test_decoders(build: Callable[..., Model], config: Any):
 
 @pytest.mark.parametrize(
     "config",
-    [T5, dataclasses.replace(T5, architecture="shared_encoder_decoder"), BART],
-    ids=["t5", "t5_shared", "bart"],
+    [T5, dataclasses.replace(T5, architecture="shared_encoder_decoder"), BART, LLAMA],
+    ids=["t5", "t5_shared", "bart", "llama"],
 )
 def test_encoder_decoders(build: Callable[..., Model], config: Any):
     """Sources of 12, 7 and 1 tokens; a prompt of two tokens, and 10 after it."""
@@ -79,7 +83,7 @@ def test_encoder_decoders(build: Callable[..., Model], config: Any):
 
 def test_rows_can_be_repeated_moved_and_dropped(build: Callable[..., Model]):
     """As beams are: each goes on from the positions of the row that it was taken from."""
-    for config in (T5, BART, DECODERS[0], DECODERS[-1]):
+    for config in (T5, BART, LLAMA, DECODERS[0], DECODERS[-1]):
         model, text = make(build, config), tokens(3, 9)
         segments = (torch.arange(4) >= torch.tensor([[0], [1], [2]])).int()
         start = Inputs(text[:, :4], segments, target_tokens=None if config.causal else text[:, :1])

@@ -55,6 +55,10 @@ MODELS: dict[str, TransformerConfig] = {
     "gpt2, prefix": replace(GPT2, peft=prefix.Config(3)),
     "openai_gpt": openai_gpt.Config(**SHAPE, max_positions=24),
     "llama": LLAMA,
+    "llama, output norms": replace(LLAMA, qk_norm=False, joint_qk_norm=True, output_norm=True),
+    "llama, two stacks": replace(
+        LLAMA, qk_norm=False, causal=False, decoder_layers=2, start_token=1
+    ),
     "llama, both ways": replace(LLAMA, causal=False, qkv_bias=True, tied=False, **CLASSES),
     "t5": replace(T5, decoder_layers=2),
     "t5, shared": replace(T5, architecture="shared_encoder_decoder"),

@@ -114,7 +114,8 @@ def test_computes_what_masks_compute(name: str, packed: bool) -> None:
     expected, gradients = results(model, given)
     assert model.fuse_attention(attention)
     found, fused = results(model, given)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * max(scale, 1))
     assert fused.keys() == gradients.keys()
     for each, gradient in gradients.items():
         scale = float(gradient.abs().max())

@@ -24,6 +24,9 @@ CONFIGS: dict[str, Any] = {
     "bert": bert.Config(**SHAPE, max_positions=40, head="tagging", labels=("O", "B-X", "I-X")),
     "gpt2": gpt2.Config(**SHAPE, max_positions=40),
     "llama": llama.Config(**SHAPE, kv_heads=1, head_width=16, max_positions=40),
+    "llama, two stacks": llama.Config(
+        **SHAPE, kv_heads=1, head_width=16, causal=False, decoder_layers=2, start_token=1
+    ),
     "t5": t5.Config(**SHAPE, head_width=16),
     "bart": bart.Config(**SHAPE, max_positions=40),
 }
@@ -56,7 +59,7 @@ def batch(family: str) -> dict[str, Tensor]:
     }
     return found | (
         {"target_tokens": tokens, "target_segments": torch.ones_like(tokens)}
-        if family in ("t5", "bart")
+        if CONFIGS[family].encoder_decoder
         else {}
     )
 
@@ -105,7 +108,7 @@ def test_only_what_is_added_has_gradients(family: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["prefix", "prefix of a network", "prompt"])
-@pytest.mark.parametrize("family", ["gpt2", "t5", "bart"])
+@pytest.mark.parametrize("family", ["gpt2", "t5", "bart", "llama, two stacks"])
 @torch.no_grad()
 def test_writing_goes_on_as_reading_does(family: str, method: str) -> None:
     """Token by token, with padding before the shorter text, the logits are those of the whole

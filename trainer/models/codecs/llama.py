@@ -40,6 +40,7 @@ _CLASSES = {
     "qwen2": ("Qwen2", False),
     "qwen3": ("Qwen3", False),
     "smollm3": ("SmolLM3", True),
+    "olmo2": ("Olmo2", False),
     "eurobert": ("EuroBert", False),
 }
 _OFTEN_ABSENT: dict[str, object] = {
@@ -57,6 +58,10 @@ _LAYER = {
     "ffn.up": ("mlp.up_proj", "mlp.gate_proj"),
     "ffn.down": ("mlp.down_proj",),
     "ffn_norm": ("post_attention_layernorm",),
+}
+_OUTPUT_NORMS = {
+    "attention_norm": ("post_attention_layernorm",),
+    "ffn_norm": ("post_feedforward_layernorm",),
 }
 _ENDINGS: Mapping[Head, str] = {
     "classification": "ForSequenceClassification",
@@ -90,6 +95,8 @@ _SCALINGS: Mapping[str, Mapping[str, str]] = {
         "attention": "attention_factor",
     },
 }
+_ABSENT = {("olmo2", "tagging")}
+"""Heads that a class in transformers lacks."""
 _POOLINGS = {"bos": "first", "mean": "mean", "late": "late"}
 # Stored by older versions of transformers.
 _BUFFERS = re.compile(r".*rotary_emb\.inv_freq")
@@ -190,7 +197,7 @@ def _rope(config: ConfigJson, model_type: str) -> ConfigJson:
 
 
 class Codec(codecs.Codec[llama.Config]):
-    """Llama, Mistral, Qwen 2 and 3, SmolLM3 and EuroBERT in Hugging Face files."""
+    """Llama, Mistral, Qwen 2 and 3, SmolLM3, OLMo 2 and EuroBERT in Hugging Face files."""
 
     model_type: ClassVar[str] = "llama"
 
@@ -229,6 +236,8 @@ class Codec(codecs.Codec[llama.Config]):
             "unplaced_every": _unplaced_every(config) if model_type == "smollm3" else 0,
             "qkv_bias": model_type == "qwen2",
             "qk_norm": model_type == "qwen3",
+            "joint_qk_norm": model_type == "olmo2",
+            "output_norm": model_type == "olmo2",
             **_rope(config, model_type),
         }
         modules = _NAMES if causal else _NAMES_OF_ENCODER
@@ -269,7 +278,8 @@ class Codec(codecs.Codec[llama.Config]):
                 "has swiglu. Train with that."
             )
         begin = _CLASSES[model_type][0]
-        if config.head not in self._head_names() and config.head != "embedding":
+        has_head = config.head in self._head_names() or config.head == "embedding"
+        if not has_head or (model_type, config.head) in _ABSENT:
             raise ConfigError(
                 f"a {config.head} head cannot be exported for {model_type}. Export the model that "
                 "it was fine-tuned from."
@@ -314,15 +324,24 @@ class Codec(codecs.Codec[llama.Config]):
             ConfigError: there is none.
         """
         config = self.config
+        self._check_one_stack()
+        if config.output_norm != config.joint_qk_norm:
+            raise ConfigError(
+                f"output_norm {config.output_norm} with joint_qk_norm {config.joint_qk_norm} "
+                "cannot be exported: transformers' olmo2 has both. Use the checkpoint with "
+                "samestep."
+            )
         uneven = config.width % config.heads != 0
+        of_qwen = config.qkv_bias or config.qk_norm
         wanted = {
             "qwen2": config.qkv_bias,
             "qwen3": config.qk_norm,
             "smollm3": config.unplaced_every > 0,
+            "olmo2": config.output_norm,
             "eurobert": not config.causal,
-            # The only one that takes a width which is no multiple of the heads.
-            "mistral": (config.window is not None or uneven)
-            and not (config.qkv_bias or config.qk_norm),
+            # Llama takes no width that is not a multiple of the heads; Qwen and OLMo 2 do.
+            "mistral": (config.window is not None and not of_qwen)
+            or (uneven and not (of_qwen or config.output_norm)),
         }
         found = [name for name, is_wanted in wanted.items() if is_wanted]
         if len(found) > 1:
@@ -330,6 +349,7 @@ class Codec(codecs.Codec[llama.Config]):
                 "qwen2": "qkv_bias",
                 "qwen3": "qk_norm",
                 "smollm3": "unplaced_every",
+                "olmo2": "output_norm",
                 "eurobert": "causal: false",
                 "mistral": "window" if config.window is not None else "this width of heads",
             }
@@ -366,16 +386,25 @@ class Codec(codecs.Codec[llama.Config]):
     def _head_names(self) -> Mapping[Head, Mapping[str, str]]:
         return _NAMES if self.config.causal else _NAMES_OF_ENCODER
 
+    def _check_one_stack(self) -> None:
+        if self.config.encoder_decoder:
+            raise ConfigError(
+                f"decoder_layers {self.config.decoder_layers} cannot be exported: transformers has "
+                "no encoder-decoder with Llama's layers. Use the checkpoint with samestep."
+            )
+
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
         config = self.config
+        self._check_one_stack()
         table: dict[str, tuple[str, ...]] = {
             "embeddings.tokens.weight": ("model.embed_tokens.weight",),
             "final_norm.weight": ("model.norm.weight",),
         }
+        parts = _LAYER | (_OUTPUT_NORMS if config.output_norm else {})
+        has_qk_norms = config.qk_norm or config.joint_qk_norm
         for layer in range(config.layers):
-            for ours, theirs in _LAYER.items():
-                # Only Qwen 3 has norms of queries and keys.
-                if ours.endswith(("query_norm", "key_norm")) and not config.qk_norm:
+            for ours, theirs in parts.items():
+                if ours.endswith(("query_norm", "key_norm")) and not has_qk_norms:
                     continue
                 kinds = ("weight", "bias") if config.qkv_bias and ".qkv." in ours else ("weight",)
                 for kind in kinds:

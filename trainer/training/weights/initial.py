@@ -100,9 +100,12 @@ def stored_values(
     # Everything that is not taken over is said, so a mistaken init_from shows in the log.
     if unused:
         logger.info("left out, because %s: %s", start.reason, ", ".join(unused))
-    moved = [source for name, source in sources.items() if source != name or name in lent]
-    if moved:
-        logger.info("taken for the head: %s", ", ".join(moved))
+    moved = [name for name, source in sources.items() if source != name or name in lent]
+    of_head = [name for name in moved if model.role(name).part not in ("layer", "shared")]
+    if of_head:
+        logger.info("taken for the head: %s", ", ".join(sources[name] for name in of_head))
+    if count := len(moved) - len(of_head):
+        logger.info("%d parameters of the layers start from tensors of other names", count)
     new = [name for name in shapes if name not in sources]
     if new:
         logger.info("initialized at random: %s", ", ".join(new))

@@ -53,7 +53,7 @@ BASE = "base"
 _MODELS = Kinds("trainer.models.families")
 _SAME_FAMILY = {
     **dict.fromkeys(("camembert", "xlm-roberta"), "roberta"),
-    **dict.fromkeys(("eurobert", "mistral", "qwen2", "qwen3", "smollm3"), "llama"),
+    **dict.fromkeys(("eurobert", "mistral", "olmo2", "qwen2", "qwen3", "smollm3"), "llama"),
     "mt5": "t5",
 }
 """`model_type` of models with the architecture and tensor names of another family -> that family,

@@ -40,6 +40,7 @@ def test_a_model_is_downloaded_once_without_pickles(hub, path):
         "config.json",
         "model.safetensors",
         "tokenizer.json",
+        "README.md",
     }
     before = hub.requests.copy()
     assert model_folder(path) == folder
