@@ -28,7 +28,7 @@ from data_pipeline.sources.kinds import (
     tagging,
 )
 from data_pipeline.sources.table import HubDataset
-from data_pipeline.sources.unlabeled import Unlabeled
+from data_pipeline.sources.unlabeled import PASSAGES, Passages, Unlabeled
 from samestep.config import Kinds, decode, to_tree
 from samestep.errors import ConfigError
 from samestep.examples import TaskRow
@@ -336,6 +336,16 @@ def test_a_file_to_label_has_no_two_columns_of_one_name(tmp_path):
     """All its columns go to the labeled file, not only those of the texts."""
     path = write(tmp_path / "a.parquet", doubled("text", "n", "n"))
     assert parsed(Unlabeled.open(path, ("text",), {})) == [(1, "two columns are named 'n'")]
+
+
+def test_passages_to_label_are_a_list_in_json_and_no_other_text(tmp_path):
+    """A list that is read as one text would get one score."""
+    lines = ["query,positive,negatives", 'a,b,"[""c"", ""d""]"', """a,b,"['c', 'd']\""""]
+    source = Passages.open(write(tmp_path / "a.csv", "\n".join(lines)), PASSAGES, {})
+    good, bad = source.records()
+    assert [row.texts for row in source.rows(good)] == [("a", "b"), ("a", "c"), ("a", "d")]
+    with pytest.raises(BadRecord, match="'negatives' has a list in Python's notation"):
+        source.rows(bad)
 
 
 @dataclass(frozen=True)
