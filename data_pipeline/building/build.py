@@ -486,7 +486,7 @@ def rejection(source: Source, file: int, line: int, reason: str) -> DataError:
     """Makes the error that names a record without a document."""
     fix = "Correct it"
     if reason == INVALID and not source.files[file].endswith(".parquet"):
-        fix = "Set source.encoding to the file's, such as cp1252"
+        fix = "Set source.encoding to the file's, such as cp1252 or utf-16"
     elif reason.startswith("no column"):
         fix = "Name the file's column in the section source"
     return DataError(

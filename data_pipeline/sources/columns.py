@@ -76,7 +76,11 @@ def outer_columns(name: str, names: Sequence[str]) -> list[str]:
 
 def no_column(name: str, names: Iterable[str]) -> str:
     """The reason for rejecting a row, or a whole table, that lacks a column."""
-    return f"no column {name!r}: there are {listed(names)}"
+    names = list(names)
+    # "text;label", as spreadsheets of many countries write it, is one column.
+    glued = len(names) == 1 and any(mark in names[0] for mark in ",;\t|")
+    hint = ", in one column: cells of .csv end at commas, of .tsv at tabs" if glued else ""
+    return f"no column {name!r}: there are {listed(names)}{hint}"
 
 
 def text(row: Row, name: str) -> str:

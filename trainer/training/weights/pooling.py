@@ -14,7 +14,7 @@ from samestep.config import Tree
 from samestep.errors import ConfigError, DataError
 from trainer.checkpoint import integrity
 from trainer.checkpoint.meta import read_meta
-from trainer.models.codecs.sentence_transformers import Pooling
+from trainer.models.codecs.sentence_transformers import Pooling, described
 from trainer.models.pooling import Pool
 from trainer.objectives import ObjectiveConfig
 from trainer.objectives.sentence_pairs import EmbeddingConfig
@@ -74,7 +74,7 @@ def _values(experiment: Experiment) -> Mapping[str, Any]:
         values["prompts"] = _prompts(experiment, values.get("prompts"))
     if found is None:
         return values
-    logger.info("texts are embedded as %s does: %s", start, _shown(values))
+    logger.info("texts are embedded as %s does: %s", start, described(values))
     for name in _SETTINGS[:-1]:
         own = getattr(objective, name, None)
         if own not in (None, values[name]):
@@ -153,7 +153,3 @@ def _filled(objective: ObjectiveConfig, values: Mapping[str, Any]) -> ObjectiveC
     own = {field.name for field in fields(objective) if getattr(objective, field.name) is None}
     new = {name: values[name] for name in _SETTINGS if name in own and values.get(name) is not None}
     return replace(objective, **new)
-
-
-def _shown(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value!r}" for name, value in values.items() if value is not None)

@@ -241,6 +241,19 @@ def test_every_line_that_an_open_quotation_swallows_is_counted(tmp_path, monkeyp
             [(1, "no column 'text': there are x, y")],
         ),
         ("a.tsv", "x\ty\n1\t2\n", [(2, "no column 'text': there are x, y")]),
+        (
+            "a.csv",
+            "text;label\nx;1\n",
+            [
+                (
+                    2,
+                    "no column 'text': there are text;label, in one column: cells of .csv end at "
+                    "commas, of .tsv at tabs",
+                )
+            ],
+        ),
+        ("a.csv", "text,label\r\nx,1\r\n".encode("utf-16"), [(1, "invalid UTF-8")]),
+        ("a.csv", "text,label\nx,1\n".encode("utf-16-be"), [(1, "invalid UTF-8")]),
         ("a.csv", "text,text,label\n1,2,3\n", [(1, "two columns are named 'text'")]),
         ("a.parquet", doubled("text", "text", "label"), [(1, "two columns are named 'text'")]),
         ("a.parquet", doubled("text", "label", "label"), [(1, "two columns are named 'label'")]),
