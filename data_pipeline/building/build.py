@@ -56,6 +56,7 @@ from data_pipeline.format.manifest import (
 )
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.label_counts import count_labels
+from data_pipeline.reading.passage_counts import count_passages
 from data_pipeline.sources import INVALID, UTF8, PairSource, Source, TaskSource, fault
 from data_pipeline.sources.encodings import normalized
 from data_pipeline.tokenizers.sentences import splitter_version
@@ -460,10 +461,13 @@ class _Build:
                 "higher tokenizer.character_coverage or byte_fallback."
             )
         special_names.warn(self.special_names, self.tokenizer)
-        if (labels := count_labels(Dataset(self.folder, built))) is not None:
+        dataset = Dataset(self.folder, built)
+        if (labels := count_labels(dataset)) is not None:
             logger.info("%s", labels.line())
             for warning in labels.warnings():
                 logger.warning("%s", warning)
+        if (rows := count_passages(dataset)) is not None:
+            logger.info("%s", rows)
         if not built.splits["train"]:
             logger.warning("all rows are held out: this dataset is for evaluation only")
         if not built.splits["heldout"]:
@@ -482,7 +486,9 @@ def rejection(source: Source, file: int, line: int, reason: str) -> DataError:
     """Makes the error that names a record without a document."""
     fix = "Correct it"
     if reason == INVALID and not source.files[file].endswith(".parquet"):
-        fix = "Set source.encoding to the file's, such as cp1252"
+        fix = "Set source.encoding to the file's, such as cp1252 or utf-16"
+    elif reason.startswith("no column"):
+        fix = "Name the file's column in the section source"
     return DataError(
         f"{shown(source.files[file])}:{line}: {reason}. {fix}, or count, list and leave out "
         "such documents with on_error=skip."

@@ -17,6 +17,7 @@ from data_pipeline.packing import Int64, task_rows, text_pairs
 from data_pipeline.packing.policy import plan_shard
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.label_counts import LabelCounts, count_labels
+from data_pipeline.reading.passage_counts import count_passages
 from samestep.errors import DataError, MissingExtra
 from samestep.examples import PackSpec, Policy
 from samestep.terminal import Console
@@ -187,6 +188,8 @@ def report(inspection: Inspection, console: Console) -> None:
     if manifest.task is not None:
         labels = ", ".join(manifest.task.labels)
         console.print(f"rows for {manifest.task.kind}" + (f": {labels}\n" if labels else "\n"))
+    if (rows := count_passages(dataset)) is not None:
+        console.print(f"{rows}\n")
     if (found := inspection.labels) is not None:
         counts = _table("Labels", "label", *found.splits)
         for label, cells in found.rows():

@@ -53,7 +53,8 @@ def check(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
         raise DataError(
             f"{files[file]}:{line}: the row has {counts[wrong[0], 1]} negatives and the objective "
             f"reads {needed} (too few in {wrong.size} of the {len(counts)} rows of its shard); "
-            "lower objective.negatives, or remove such rows"
+            "lower objective.negatives, remove such rows, or name all columns of negatives in "
+            "source.negatives and build again"
         )
     known = spec.parts.known_positives
     wrong = np.flatnonzero(counts[:, 0] > known)

@@ -15,6 +15,7 @@ from samestep.errors import ConfigError
 
 Row: TypeAlias = dict[str, object]
 
+_PYTHON_LIST = re.compile(r"""\[\s*['"].*['"]\s*\]""", re.DOTALL)
 _SHORT = 100  # characters of a value, or of a list of names, in a reason
 
 
@@ -75,7 +76,11 @@ def outer_columns(name: str, names: Sequence[str]) -> list[str]:
 
 def no_column(name: str, names: Iterable[str]) -> str:
     """The reason for rejecting a row, or a whole table, that lacks a column."""
-    return f"no column {name!r}: there are {listed(names)}"
+    names = list(names)
+    # "text;label", as spreadsheets of many countries write it, is one column.
+    glued = len(names) == 1 and any(mark in names[0] for mark in ",;\t|")
+    hint = ", in one column: cells of .csv end at commas, of .tsv at tabs" if glued else ""
+    return f"no column {name!r}: there are {listed(names)}{hint}"
 
 
 def text(row: Row, name: str) -> str:
@@ -104,6 +109,23 @@ def nested(row: Row, name: str) -> object:
     return value
 
 
+def check_no_python_list(value: object, name: str) -> None:
+    """Rejects a list in Python's notation, such as "['a', 'b']", where it would pass for one text.
+
+    pandas writes lists so into CSV.
+
+    Args:
+        value: as `nested` returns it.
+
+    Raises:
+        BadRecord: it is one.
+    """
+    if isinstance(value, str) and _PYTHON_LIST.fullmatch(value):
+        raise BadRecord(
+            f"column {name!r} has a list in Python's notation, not in JSON: {brief(value)}"
+        )
+
+
 def items(row: Row, name: str) -> list[object]:
     """Returns the list in a column.
 
@@ -111,6 +133,7 @@ def items(row: Row, name: str) -> list[object]:
         BadRecord: there is no such column, or it holds something else.
     """
     value = nested(row, name)
+    check_no_python_list(value, name)
     if not isinstance(value, list):
         raise BadRecord(f"column {name!r} is not a list")
     return value

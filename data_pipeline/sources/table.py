@@ -350,7 +350,11 @@ def _csv_rows(
     # Invalid UTF-8 passes here as lone surrogates, and is found when its row is encoded again, so
     # it spoils that row only.
     decoded = codecs.iterdecode(file, "utf-8-sig", "surrogateescape")
-    reader = csv.reader(decoded, delimiter=delimiter, quoting=quoting, strict=True)
+    first = next(decoded, "")
+    if not names and "\0" in first:  # UTF-16: to csv, these would be strange names of columns
+        raise BadRecord(INVALID)
+    lines_of = itertools.chain((first,), decoded)
+    reader = csv.reader(lines_of, delimiter=delimiter, quoting=quoting, strict=True)
     header = list(names)
     while True:
         # Before the row is read: a quoted cell may have line breaks.

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from data_pipeline.sources import BadRecord, Record
-from data_pipeline.sources.columns import brief, column, repeated, row_of
+from data_pipeline.sources.columns import (
+    brief,
+    check_no_python_list,
+    column,
+    nested,
+    repeated,
+    row_of,
+)
 from data_pipeline.sources.templates import TextsConfig, TextsSource
 from samestep.examples import TaskRow
 from samestep.tasks import TaskKind
@@ -77,7 +84,9 @@ class Passages(Unlabeled):
         query, *names = self.config.texts
         texts = [column(row, query)]
         for name in names:
-            value = column(row, name)
+            # As the source `retrieval` reads it: a cell of CSV holds a list as JSON.
+            value = nested(row, name)
+            check_no_python_list(value, name)
             texts += value if isinstance(value, list) else [value]
         for text in texts:
             if not isinstance(text, str):

@@ -199,6 +199,11 @@ class _UnknownKey(ConfigError):
 def _section(value: object, path: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise _Mismatch(path, value, "a section of key: value lines")
+    for key, item in value.items():
+        # YAML reads {lr:2e-5} as the key "lr:2e-5" without a value.
+        if item is None and ":" in str(key):
+            before, after = str(key).split(":", 1)
+            raise ConfigError(f"{_join(path, key)} has no value. Write a space: {before}: {after}")
     return value
 
 

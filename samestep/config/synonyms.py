@@ -103,7 +103,10 @@ _OTHER_FILES = {
     "kind": "a cluster, for samestep launch CLUSTER EXPERIMENT",
     "source": "a dataset, for samestep data build",
     "question": "a study, for samestep study",
-    **dict.fromkeys(("data", "model", "training"), "an experiment, for samestep train"),
+    **dict.fromkeys(
+        ("data", "init_from", "model", "objective", "optimizer", "schedule", "training"),
+        "an experiment, for samestep train",
+    ),
 }
 """Key outside of all sections -> what the file with it describes, and the command for it."""
 

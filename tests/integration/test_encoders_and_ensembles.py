@@ -127,7 +127,7 @@ def test_an_ensemble_needs_one_task(
     failed = samestep("evaluate", tuned[0], "--ensemble", finished_run, "--processes", 1)
     assert "--ensemble needs a run of a task" in failed.message
     failed = samestep("evaluate", tuned[0], "--ensemble", tuned[1], "--generate")
-    assert "has a tagging head, which generates no text" in failed.message
+    assert "has the head tagging, which generates no text" in failed.message
     both = ("--ensemble", tuned[1], "--encoder", finished_run)
     assert (
         "--encoder and --ensemble cannot be combined"

@@ -251,7 +251,7 @@ def test_what_cannot_be_labeled_is_named(
     )
     assert not list(tmp_path.glob("out*"))
     assert (
-        "has a language_model head"
+        "has the head language_model"
         in samestep("label", finished_run, file, "--output", output).message
     )
     assert (

@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_named(
     evaluate = ("evaluate", finished_run, "--retrieval", collection)
     two = save(tmp_path / "two", labels=2)
     assert "two has 2 labels" in samestep(*evaluate, "--rerank", two).message
-    assert "has a language_model head" in samestep(*evaluate, "--rerank", finished_run).message
+    assert "has the head language_model" in samestep(*evaluate, "--rerank", finished_run).message
     assert "needs --rerank" in samestep(*evaluate, "--rerank-top", 5).message
     options = ("--rerank", two, "--rerank-top", 0)
     assert "--rerank-top must be at least 1" in samestep(*evaluate, *options).message

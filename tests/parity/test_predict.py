@@ -124,5 +124,5 @@ def test_answers_are_the_best_spans_of_the_model(tmp_path: Path) -> None:
 
 def test_a_language_model_predicts_nothing(tmp_path: Path) -> None:
     folder = folder_of("MaskedLM", tmp_path, "a", "b")
-    with pytest.raises(ConfigError, match="has a language_model head"):
+    with pytest.raises(ConfigError, match="has the head language_model"):
         samestep.load_model(folder).predict(["the dog"])

@@ -62,7 +62,7 @@ class Generator:
             )
         if head != "language_model":
             raise ConfigError(
-                f"this model has a {head} head, which predicts no words; use one with "
+                f"this model has the head {head}, which predicts no words; use one with "
                 "a language-model head, as the one that it was fine-tuned from"
             )
         if not (has_encoder or model.config.causal):

@@ -120,8 +120,8 @@ def check_masked_lm(weights: Weights, checkpoint: str) -> None:
         )
     if head != "language_model":
         raise ConfigError(
-            f"{checkpoint} has a {head} head, which predicts no tokens; use the model that it was "
-            "fine-tuned from, or samestep evaluate for its own predictions"
+            f"{checkpoint} has the head {head}, which predicts no tokens; use the model that it "
+            "was fine-tuned from, or samestep evaluate for its own predictions"
         )
     if weights.config.causal or weights.config.encoder_decoder:
         raise ConfigError(

@@ -130,8 +130,8 @@ def _completed(columns: Columns, labeler: Labeler, checkpoint: str) -> tuple[tup
     texts = texts or tuple(labeler.source.get("texts", ()))
     if not texts:
         raise ConfigError(
-            f"the dataset that {checkpoint} was fine-tuned on is unknown; name the columns of the "
-            "texts with --texts"
+            f"{checkpoint} does not say which columns of its dataset hold the texts. Name them "
+            "with --texts, or add --passages if rows have a query and passages."
         )
     # Rows are labeled as the teacher's own were read, so a student can be trained with the same
     # source settings, and `soft` for probabilities.
@@ -210,7 +210,7 @@ class Labeler(RowModel):
         head = weights.config.head
         if head != "classification":
             raise ConfigError(
-                f"{checkpoint} has a {head} head; name a run of objective classification, "
+                f"{checkpoint} has the head {head}; name a run of objective classification, "
                 "regression or ranking"
             )
         super().__init__(weights, precision)

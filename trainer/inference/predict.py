@@ -106,8 +106,8 @@ class Predictor:
         head = weights.config.head
         if head not in HEADS:
             raise ConfigError(
-                f"{path} has a {head} head, and predictions are of {', '.join(HEADS)}. Name a run "
-                "of such a task."
+                f"{path} has the head {head}, and predictions are of {', '.join(HEADS)}. Name a "
+                "run of such a task."
             )
         self._model = RowModel(weights, model=model)
         self._objective = self._model.objective

@@ -113,7 +113,7 @@ def _check_head(experiment: Experiment) -> None:
     head = experiment.model.head
     if head != "language_model":
         raise ConfigError(
-            f"the model of {experiment.output} has a {head} head, which generates no text; leave "
+            f"the model of {experiment.output} has the head {head}, which generates no text; leave "
             "--generate out to score its predictions"
         )
 

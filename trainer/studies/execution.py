@@ -29,6 +29,8 @@ from trainer.monitoring.forecast import Range
 
 logger = logging.getLogger(__name__)
 
+_QUIET = 60.0  # seconds in which no job has ended; then the logs of those that run are quoted
+
 Slot: TypeAlias = Mapping[str, str]
 """Environment variables of the processes that use one device."""
 
@@ -99,7 +101,11 @@ class Execution(Generic[J, R]):
                         running[pool.submit(self._work, job, slot)] = job, slot
                     if not running:
                         break
-                    for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    done = wait(running, timeout=_QUIET, return_when=FIRST_COMPLETED).done
+                    if not done:
+                        for job, _ in running.values():
+                            logger.info("%s: %s", job.folder, _last_line(job.folder / "log.txt"))
+                    for future in done:
                         job, slot = running.pop(future)
                         free.append(slot)
                         try:
@@ -164,10 +170,17 @@ class Execution(Generic[J, R]):
         process.returncode = code = os.waitstatus_to_exitcode(status)
         self._processes.remove(process)
         if code != EXIT_DONE:
-            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            reason = lines[-1] if lines else "no output"
+            reason = _last_line(log)
             raise SamestepError(f"{job.folder} ended with exit code {code}: {reason} (see {log})")
         return Usage(time.monotonic() - began, used.ru_utime + used.ru_stime)
+
+
+def _last_line(log: Path) -> str:
+    """The last line of a job's log, which may not exist yet."""
+    with suppress(FileNotFoundError):
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1] if lines else "no output"
+    return "no output"
 
 
 def slots(parallel: int | None, on_cpu: bool) -> list[Slot]:

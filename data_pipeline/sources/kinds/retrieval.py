@@ -18,6 +18,7 @@ from data_pipeline.sources.beir import Folder, document, judged
 from data_pipeline.sources.columns import (
     Row,
     brief,
+    check_no_python_list,
     items,
     label_text,
     listed,
@@ -217,6 +218,7 @@ class Retrieval(TableSource, TaskSource):
 
     def _passages(self, row: Row, name: str) -> list[str]:
         value = nested(row, name)
+        check_no_python_list(value, name)
         values = value if isinstance(value, list) else [] if value is None else [value]
         found = []
         for index, each in enumerate(values):

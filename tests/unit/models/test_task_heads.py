@@ -393,6 +393,6 @@ def test_a_model_for_a_task_fills_no_masks(start: Start, head: dict[str, object]
     weights, _ = start(head)
     with pytest.raises(
         ConfigError,
-        match=f"saved has a {head['head']} head, which predicts no tokens",
+        match=f"saved has the head {head['head']}, which predicts no tokens",
     ):
         fill(str(weights.folder), ["the [MASK]"], 1)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import DataError
+from tests.waiting import until
+from trainer.studies import execution
 from trainer.studies.execution import Execution, Slot
 
 
@@ -38,10 +40,30 @@ def test_the_others_run_on_if_one_fails(
         done.append(job.digest)
         return job.digest
 
-    execution = Execution[Job, str]([{}], work, lambda job, result: None)
-    problems = execution.run(jobs)
+    jobs_run = Execution[Job, str]([{}], work, lambda job, result: None)
+    problems = jobs_run.run(jobs)
     assert problems[0] == message
     assert problems[1].startswith("four was not started")
     assert done == ["one", "three"]
     assert str(error) not in logged["one"]
     assert str(error) in logged["three"]
+
+
+def test_the_logs_of_running_jobs_are_quoted_while_none_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run may take hours, and nothing else says that it goes on."""
+    monkeypatch.setattr(execution, "_QUIET", 0.01)
+    (tmp_path / "log.txt").write_text("loading\nstep 10/150\n")
+
+    def work(job: Job, slot: Slot) -> str:
+        until(lambda: "step 10/150" in caplog.text)
+        return job.digest
+
+    with caplog.at_level("INFO"):
+        assert (
+            Execution[Job, str]([{}], work, lambda job, result: None).run([Job("one", tmp_path)])
+            == []
+        )
+    assert f"{tmp_path}: step 10/150" in caplog.messages
+    assert "loading" not in caplog.text

@@ -236,9 +236,10 @@ class Codec(codecs.Codec[C]):
             for name in tensors
             if self.optional_names.fullmatch(name) and self._canonical(name) not in own
         ]
+        # Buffers are numbers from 0 on, so nothing is lost with them.
         ignored = [n for n in tensors if _BUFFERS.fullmatch(n)] + unused
         kept = self.export_spare(self.import_spare(tensors))
-        if lost := [name for name in ignored if self._canonical(name) not in kept]:
+        if lost := [name for name in unused if self._canonical(name) not in kept]:
             logger.info("left out, since the model has no such parameters: %s", ", ".join(lost))
         found = {
             self._canonical(name): self.import_rows(name, tensors[name])

@@ -159,10 +159,18 @@ class Pooling:
             "similarity": self.similarity,
         }
 
+    def __str__(self) -> str:
+        return described(self.settings() | ({"lower": True} if self.lower else {}))
+
     def with_default_prompt(self, text: str) -> str:
         """A text as it is read without a role."""
         text = self.default + text
         return text.lower() if self.lower else text
+
+
+def described(settings: Mapping[str, object]) -> str:
+    """Formats settings of pooling for messages: "pool 'mean', normalize True"."""
+    return ", ".join(f"{name} {value!r}" for name, value in settings.items() if value is not None)
 
 
 def _pool(file: Path, instead: TextPool | None) -> TextPool:

@@ -14,7 +14,7 @@ from samestep.config import Tree
 from samestep.errors import ConfigError, DataError
 from trainer.checkpoint import integrity
 from trainer.checkpoint.meta import read_meta
-from trainer.models.codecs.sentence_transformers import Pooling
+from trainer.models.codecs.sentence_transformers import Pooling, described
 from trainer.models.pooling import TextPool
 from trainer.objectives import ObjectiveConfig
 from trainer.objectives.kinds import contrastive
@@ -123,7 +123,7 @@ def _values(experiment: Experiment) -> Mapping[str, Any]:
         values["prompts"] = _prompts(experiment, values.get("prompts"))
     if found is None:
         return values
-    logger.info("texts are embedded as %s does: %s", start, _shown(_fitting(objective, values)))
+    logger.info("texts are embedded as %s does: %s", start, described(_fitting(objective, values)))
     for name in _SETTINGS[:-1]:
         own = getattr(objective, name, None)
         if name in _fitting(objective, values) and own not in (None, values[name]):
@@ -213,7 +213,3 @@ def _fitting(objective: ObjectiveConfig, values: Mapping[str, Any]) -> Mapping[s
     if _is_sparse(objective) == (values.get("pool") == "splade"):
         return values
     return {name: values[name] for name in ("max_length", "prompts") if name in values}
-
-
-def _shown(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value!r}" for name, value in values.items() if value is not None)

@@ -30,6 +30,7 @@ from data_pipeline.reading import several_datasets
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.packed_split import PackedSplit
+from data_pipeline.reading.passage_counts import count_passages
 from data_pipeline.sources import BadRecord
 from data_pipeline.sources.beir import Folder
 from data_pipeline.sources.kinds import jsonl, retrieval
@@ -282,6 +283,28 @@ def test_triples(folder: Path, tmp_path: Path) -> None:
     assert Dataset.open(tmp_path / "data").passages.length.shape == (2,)
 
 
+def test_the_build_says_how_many_passages_rows_have(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        {"query": "who", "positive": "the fox", "negatives": ["a", "b", "c"], "scores": [1] * 4},
+        {"query": "what", "positive": "the dog", "negatives": ["a"], "scores": [1, 0]},
+    ]
+    source = retrieval.Config((write(tmp_path / "rows.jsonl", rows),))
+    with caplog.at_level("INFO"):
+        build(config_of(folder, tmp_path / "data", source, heldout_fraction=0.0))
+    said = "rows (train / heldout): 2 / 0, with 1 positive and 1 to 3 negatives, and scores"
+    assert said in caplog.messages
+    assert count_passages(Dataset.open(tmp_path / "data")) == said
+    # Columns that the source does not name are not read: here, all negatives.
+    bare = {"query": "who", "positive": ["a", "b"], "negative_1": "c"}
+    source = retrieval.Config((write(tmp_path / "bare.jsonl", [bare]),))
+    build(config_of(folder, tmp_path / "bare", source, heldout_fraction=0.0))
+    assert count_passages(Dataset.open(tmp_path / "bare")) == (
+        "rows (train / heldout): 1 / 0, with 2 positives and 0 negatives"
+    )
+
+
 def test_scores_follow_the_chosen_passages_and_choices_repeat_the_query(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -368,6 +391,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "no positive": ({**QUERY, "positive": []}, "no positive"),
     "no column": (QUERY, "no column 'positive': there are query"),
     "empty query": ({"query": "", "positive": "the"}, "empty query"),
+    "list of pandas": (
+        {**GOOD, "negatives": """['a', "b's"]"""},
+        "column 'negatives' has a list in Python's notation, not in JSON",
+    ),
     "number": ({**QUERY, "positive": 3}, "positive holds what is not text: 3"),
     "empty negative": ({**GOOD, "negatives": ["a", "\t"]}, r"empty negatives\[1\]"),
     "missing scores": (

@@ -28,7 +28,7 @@ from data_pipeline.sources.kinds import (
     tagging,
 )
 from data_pipeline.sources.table import HubDataset
-from data_pipeline.sources.unlabeled import Unlabeled
+from data_pipeline.sources.unlabeled import PASSAGES, Passages, Unlabeled
 from samestep.config import Kinds, decode, to_tree
 from samestep.errors import ConfigError
 from samestep.examples import TaskRow
@@ -241,6 +241,19 @@ def test_every_line_that_an_open_quotation_swallows_is_counted(tmp_path, monkeyp
             [(1, "no column 'text': there are x, y")],
         ),
         ("a.tsv", "x\ty\n1\t2\n", [(2, "no column 'text': there are x, y")]),
+        (
+            "a.csv",
+            "text;label\nx;1\n",
+            [
+                (
+                    2,
+                    "no column 'text': there are text;label, in one column: cells of .csv end at "
+                    "commas, of .tsv at tabs",
+                )
+            ],
+        ),
+        ("a.csv", "text,label\r\nx,1\r\n".encode("utf-16"), [(1, "invalid UTF-8")]),
+        ("a.csv", "text,label\nx,1\n".encode("utf-16-be"), [(1, "invalid UTF-8")]),
         ("a.csv", "text,text,label\n1,2,3\n", [(1, "two columns are named 'text'")]),
         ("a.parquet", doubled("text", "text", "label"), [(1, "two columns are named 'text'")]),
         ("a.parquet", doubled("text", "label", "label"), [(1, "two columns are named 'label'")]),
@@ -336,6 +349,16 @@ def test_a_file_to_label_has_no_two_columns_of_one_name(tmp_path):
     """All its columns go to the labeled file, not only those of the texts."""
     path = write(tmp_path / "a.parquet", doubled("text", "n", "n"))
     assert parsed(Unlabeled.open(path, ("text",), {})) == [(1, "two columns are named 'n'")]
+
+
+def test_passages_to_label_are_a_list_in_json_and_no_other_text(tmp_path):
+    """A list that is read as one text would get one score."""
+    lines = ["query,positive,negatives", 'a,b,"[""c"", ""d""]"', """a,b,"['c', 'd']\""""]
+    source = Passages.open(write(tmp_path / "a.csv", "\n".join(lines)), PASSAGES, {})
+    good, bad = source.records()
+    assert [row.texts for row in source.rows(good)] == [("a", "b"), ("a", "c"), ("a", "d")]
+    with pytest.raises(BadRecord, match="'negatives' has a list in Python's notation"):
+        source.rows(bad)
 
 
 @dataclass(frozen=True)

@@ -372,3 +372,6 @@ def test_keys_are_names_with_or_without_quotes(tmp_path: Path) -> None:
     assert decode(schema, {"0": 5}, "weights") == {"0": 5.0}
     with pytest.raises(ConfigError, match=r"weights\.0 must be a number, not 'much'"):
         decode(schema, {"0": "much"}, "weights")
+    file.write_text("weights: {spam:5}")
+    with pytest.raises(ConfigError, match=r"weights\.spam:5 has no value\. Write a space: spam: 5"):
+        decode(schema, read_tree(str(file), [])["weights"], "weights")

@@ -47,7 +47,7 @@ def test_errors_of_settings_end_with_the_page(samestep: Samestep, experiment_fil
     assert result.code == 2
     assert "did you mean 'mlm'?" in result.message
     assert result.message.endswith("(see docs/objectives.md)")
-    assert "docs/" not in samestep("config", "absent.yaml").message
+    assert "(see docs/" not in samestep("config", "absent.yaml").message
 
 
 @pytest.mark.long

@@ -56,7 +56,7 @@ def test_the_file_of_another_command_is_recognized() -> None:
             decode(Experiment, tree)
         assert f"is not a known key; a file with it describes {words}" in str(caught.value)
     with pytest.raises(ConfigError, match="describes an experiment, for samestep train"):
-        decode(BuildConfig, {"model": {}})
+        decode(BuildConfig, {"init_from": "x"})
     with pytest.raises(ConfigError, match=r"training.kind is not a known key; [^a]"):
         decode(Experiment, {"training": {"kind": "x"}})
 
