@@ -52,7 +52,7 @@ VARIANTS = {
 
 DTYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 _POINTERS = {
-    **dict.fromkeys(("segments", "key_segments", "dropout_key", "dropout_rows"), "*i32"),
+    **dict.fromkeys(("segments", "key_segments", "ranges", "dropout_key", "dropout_rows"), "*i32"),
     **dict.fromkeys(("bias", "normalizer", "delta", "partial", "bias_partial"), "*fp32"),
     "bias_grad": "*fp32",
     "prefix": "*i8",
@@ -91,9 +91,18 @@ def blocks_of(target: str, kernel: str, width: int, dtype: torch.dtype = torch.b
 
 
 def compile_kernel(
-    target: str, kernel: str, variant: str, width: int = 64, dtype: torch.dtype = torch.bfloat16
+    target: str,
+    kernel: str,
+    variant: str,
+    width: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    even: bool = True,
 ) -> Code:
-    """Compiles a kernel with the launch parameters that a call on the target would use."""
+    """Compiles a kernel with the launch parameters that a call on the target would use.
+
+    Args:
+        even: for lengths that are multiples of the tiles.
+    """
     blocks = blocks_of(target, kernel, width, dtype)
     constants = {
         **VARIANTS[variant],
@@ -102,6 +111,8 @@ def compile_kernel(
         "PRECISION": "ieee",
         "BLOCK_T": blocks.queries,
         "BLOCK_S": blocks.keys,
+        "EVEN_T": even,
+        "EVEN_S": even,
     }
     return compile_source(
         target, source(KERNELS[kernel], dtype, constants), blocks.warps, blocks.stages
