@@ -111,12 +111,14 @@ class Call:
         return choose_plan(width, dtype, generation_of(self.query.device))
 
     def _launch(
-        self, kernel: Any, blocks: Blocks, programs: int, tensors: dict[str, Any], **flags: bool
+        self, kernel: Any, blocks: Blocks, programs: int, tensors: dict[str, Any], **options: Any
     ) -> None:
         batch, heads, queries, width = self.query.shape
         # As in `dropout`: the comparison with an int32 keeps a share of 1 - p.
         threshold = round(self.dropout * 2**32) - 2**31
         drops = self.dropout_key is not None and threshold > -(2**31)
+        if blocks.registers is not None:
+            options["maxnreg"] = blocks.registers
         kernel[(programs * batch * heads,)](
             query=self.query,
             key=self.key,
@@ -152,7 +154,7 @@ class Call:
             EVEN_S=self.key.shape[2] % blocks.keys == 0,
             num_warps=blocks.warps,
             num_stages=blocks.stages,
-            **flags,
+            **options,
         )
 
 
@@ -166,15 +168,17 @@ def segment_ranges(
         key_segments: int32 [B, S] of the others.
 
     Returns:
-        int32 [B, T / block, 4], computed on the device; None without segments.
+        int32 [B, T / block, 4], computed on the device, so the host waits for nothing; None
+        without segments.
     """
     if segments is None or key_segments is None:
         return None
     (batch, queries), keys = segments.shape, key_segments.shape[1]
     blocks = triton.cdiv(queries, block)
     ranges = segments.new_empty(batch, blocks, 4)
+    step = min(triton.next_power_of_2(keys), 4096)
     range_kernel[(batch * blocks,)](
-        segments, key_segments, ranges, queries, keys, BLOCK=block, STEP=512, num_warps=4
+        segments, key_segments, ranges, queries, keys, BLOCK=block, STEP=step, num_warps=4
     )
     return ranges
 
