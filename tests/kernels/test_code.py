@@ -101,7 +101,7 @@ def test_dropout_takes_few_instructions(kernel: str) -> None:
     integer = sum(
         added["packed"].get(op, 0) for op in ("ISETP", "LOP3", "SHF", "SEL", "FSEL", "PRMT")
     )
-    assert integer == pytest.approx(HASHED, abs=0.6)
+    assert integer == pytest.approx(HASHED, abs=0.7)
 
 
 @pytest.mark.exhaustive
