@@ -12,14 +12,19 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.accelerators.flash import attention, supports
+from trainer.accelerators.flash import attention, launch, supports
+from trainer.accelerators.flash.ranges import FEW
+from trainer.accelerators.flash.tiles import choose_plan
 from trainer.models.families import modernbert
 from trainer.models.layers.attention import segment_mask
 from trainer.models.layers.dropout import attention_dropout, split_key
@@ -73,6 +78,11 @@ CASES = [
     Case(33, 20, width=80, segments=True, bias="float32"),
     Case(20, 33, width=96, causal=True, dropout=0.1),
     Case(20, 20, width=128, segments=True, dropout=0.1),
+    # Long enough for tiles without masks, which have a loop of their own.
+    Case(33, 200),
+    Case(170, 170, causal=True, dropout=0.1),
+    Case(170, 170, window=110),
+    Case(16, 96, width=80, dropout=0.1),
     Case(150, 150, dtype="float16", segments=True, dropout=0.1),
     Case(70, 140, dtype="float16", segments=True, bias="float16"),
     Case(140, 140, dtype="float16", causal=True, window=30, bias="float32", dropout=0.1),
@@ -250,6 +260,116 @@ def deterministic() -> bool:
     return all(a.equal(b) for a, b in zip(first, second, strict=True))
 
 
+def attend(segments: Tensor, key_segments: Tensor, **settings: Any) -> dict[str, Tensor]:
+    """The result and the gradients of one head's attention to random keys."""
+    torch.manual_seed(6)
+    queries, keys = segments.shape[1], key_segments.shape[1]
+    shapes = {"query": queries, "key": keys, "value": keys}
+    inputs = {name: torch.randn(1, 1, n, 32) for name, n in shapes.items()}
+    if settings.pop("bias", False):
+        inputs["bias"] = torch.randn(1, queries + keys - 1)
+    function = partial(
+        attention,
+        segments=segments,
+        key_segments=key_segments,
+        dropout=0.1,
+        dropout_key=torch.tensor([5], dtype=torch.int32),
+        **settings,
+    )
+    return differentiated(function, inputs, torch.randn(1, 1, queries, 32))
+
+
+def skipping() -> dict[str, bool]:
+    """Results and gradients have the bits that they have if no block is skipped."""
+    packed = documents([50, 170, 20], 256)
+    scattered = packed[:, torch.randperm(256, generator=torch.Generator().manual_seed(0))]
+    calls: dict[str, tuple[Tensor, Tensor, dict[str, Any]]] = {
+        "packed": (packed, packed, {}),
+        "any order": (scattered[:, :96], scattered[:, :96], {}),
+        "cross-attention": (packed[:, 40:90], packed, {"bias": True}),
+        "window": (packed[:, 20:150], packed[:, 20:150], {"window": 40}),
+        "causal": (packed[:, :150], packed[:, :150], {"causal": True, "bias": True}),
+        "no key": (packed[:, :40] + 7, packed, {}),
+    }
+    ranges = launch.segment_ranges
+
+    def whole(segments: Tensor, key_segments: Tensor, block: int) -> Tensor:
+        found = ranges(segments, key_segments, block)
+        assert found is not None
+        found[..., 0], found[..., 1] = 0, key_segments.shape[1]
+        return found
+
+    def masked(segments: Tensor, key_segments: Tensor, block: int) -> Tensor:
+        found = whole(segments, key_segments, block)
+        found[..., 2:] = 0
+        return found
+
+    equal = {}
+    for name, (segments, key_segments, settings) in calls.items():
+        found = attend(segments, key_segments, **settings)
+        with patch.object(launch, "segment_ranges", whole):
+            expected = attend(segments, key_segments, **settings)
+        equal[name] = all(found[key].equal(expected[key]) for key in expected)
+    # 170 positions have tiles without masks. They come first, so sums are rounded otherwise.
+    found = attend(packed, packed)
+    with patch.object(launch, "segment_ranges", masked):
+        expected = attend(packed, packed)
+    equal["in the loop without masks"] = not found["result"].equal(expected["result"]) and all(
+        relative(found[key], expected[key]) < (1e-5 if ON_GPU else 2e-6) for key in expected
+    )
+    return equal
+
+
+def unread() -> dict[str, bool]:
+    """NaN in a document reaches no other one, which masks alone would not prevent: 0 * NaN."""
+    segments = documents([64, 128], 224)
+    inputs = {name: torch.randn(1, 1, 224, 32) for name in ("query", "key", "value")}
+    grad = torch.randn(1, 1, 224, 32)
+    for x in (*inputs.values(), grad):
+        x[:, :, 64:192] = float("nan")
+    found = differentiated(partial(attention, segments=segments), inputs, grad)
+    return {
+        name: bool(x[:, :, :64].isfinite().all() and x[:, :, 192:].isfinite().all())
+        for name, x in found.items()
+    }
+
+
+def documents(lengths: Iterable[int], total: int) -> Tensor:
+    """Segments of documents in a row and of the padding after them, int32 [1, total]."""
+    numbers = [n for n, length in enumerate(lengths, 1) for _ in range(length)][:total]
+    return torch.tensor([numbers + [0] * (total - len(numbers))], dtype=torch.int32)
+
+
+def visited() -> dict[str, float]:
+    """Tiles that the kernels compute for packed rows, as a share of all."""
+    plan = choose_plan(64, torch.bfloat16, "hopper")
+    rows = {
+        "8,192": (1, 8_192, (500, 2_001)),
+        "512": (8, 512, (50, 401)),
+        "one document": (1, 512, (512, 513)),
+    }
+    shares = {}
+    for name, (batch, total, lengths) in rows.items():
+        generator = torch.Generator().manual_seed(7)
+        drawn = torch.randint(*lengths, (batch, 20), generator=generator).tolist()
+        segments = torch.cat([documents(row, total) for row in drawn])
+        for kernel, own, other in (
+            ("forward", plan.forward.queries, plan.forward.keys),
+            ("query gradient", plan.query_gradient.queries, plan.query_gradient.keys),
+            ("key gradient", plan.key_gradient.keys, plan.key_gradient.queries),
+        ):
+            ranges = launch.segment_ranges(segments, segments, own)
+            assert ranges is not None
+            first, end, full_first, full_end = ranges.unbind(-1)
+            tiles = -(-end // other) - first // other
+            full = full_end // other + -full_first // other
+            full = full.where(full >= FEW.value, 0)
+            every = ranges[..., 0].numel() * total / other
+            shares[f"{name}, {kernel}"] = float(tiles.sum()) / every
+            shares[f"{name}, {kernel}, without masks"] = float(full.sum()) / every
+    return shares
+
+
 def operator() -> dict[str, str]:
     """PyTorch's own checks of the schema, the fake implementations and the gradient."""
     torch.manual_seed(4)
@@ -286,7 +406,8 @@ def compiled() -> dict[str, float]:
 
 
 CHECKS: list[Callable[[], object]] = [
-    cases, relative_bias, dropout_masks, empty_rows, deterministic, operator, compiled,
+    cases, relative_bias, dropout_masks, empty_rows, deterministic, skipping, unread,
+    visited, operator, compiled,
 ]  # fmt: skip
 
 

@@ -52,7 +52,7 @@ VARIANTS = {
 
 DTYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 _POINTERS = {
-    **dict.fromkeys(("segments", "key_segments", "dropout_key", "dropout_rows"), "*i32"),
+    **dict.fromkeys(("segments", "key_segments", "ranges", "dropout_key", "dropout_rows"), "*i32"),
     **dict.fromkeys(("bias", "normalizer", "delta", "partial", "bias_partial"), "*fp32"),
     "bias_grad": "*fp32",
     "prefix": "*i8",
@@ -73,7 +73,9 @@ class Code:
         spilled: bytes (of NVIDIA GPUs' stack) or registers (of AMD's) that went to memory.
         shared: bytes of shared memory of a program.
         tensor_cores: number of their instructions in the assembly.
-        loop: instructions of the longest loop, by operation; empty on AMD's GPUs.
+        loop: instructions of the longest loop with products, by operation; empty on AMD's GPUs.
+        full_loop: instructions of the shortest, the one of tiles without masks where there are two.
+        waits: for products of Hopper's tensor cores, in the code.
     """
 
     registers: int
@@ -81,6 +83,8 @@ class Code:
     shared: int
     tensor_cores: int
     loop: Counter[str]
+    full_loop: Counter[str]
+    waits: int
 
 
 def blocks_of(target: str, kernel: str, width: int, dtype: torch.dtype = torch.bfloat16) -> Blocks:
@@ -91,9 +95,18 @@ def blocks_of(target: str, kernel: str, width: int, dtype: torch.dtype = torch.b
 
 
 def compile_kernel(
-    target: str, kernel: str, variant: str, width: int = 64, dtype: torch.dtype = torch.bfloat16
+    target: str,
+    kernel: str,
+    variant: str,
+    width: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    even: bool = True,
 ) -> Code:
-    """Compiles a kernel with the launch parameters that a call on the target would use."""
+    """Compiles a kernel with the launch parameters that a call on the target would use.
+
+    Args:
+        even: for lengths that are multiples of the tiles.
+    """
     blocks = blocks_of(target, kernel, width, dtype)
     constants = {
         **VARIANTS[variant],
@@ -102,25 +115,39 @@ def compile_kernel(
         "PRECISION": "ieee",
         "BLOCK_T": blocks.queries,
         "BLOCK_S": blocks.keys,
+        "EVEN_T": even,
+        "EVEN_S": even,
     }
     return compile_source(
-        target, source(KERNELS[kernel], dtype, constants), blocks.warps, blocks.stages
+        target,
+        source(KERNELS[kernel], dtype, constants),
+        blocks.warps,
+        blocks.stages,
+        blocks.registers,
     )
 
 
-def compile_source(target: str, kernel: ASTSource, warps: int, stages: int) -> Code:
+def compile_source(
+    target: str, kernel: ASTSource, warps: int, stages: int, most: int | None = None
+) -> Code:
+    """Compiles a kernel; `most` are the registers that a thread may have."""
     options = {"num_warps": warps, "num_stages": stages}
+    if most is not None:
+        options["maxnreg"] = most
     compiled = triton.compile(kernel, target=TARGETS[target], options=options)
     amd = TARGETS[target].backend == "hip"
     assembly = compiled.asm["amdgcn" if amd else "ptx"]
     registers, spilled = _amd_usage(assembly) if amd else _nvidia_usage(compiled.asm["cubin"])
-    loop = Counter[str]() if amd else _nvidia_loop(compiled.asm["cubin"])
+    listing = "" if amd else _nvidia_report("nvdisasm", "-c", compiled.asm["cubin"])
+    loops = sorted(_loops(listing), key=Counter.total) or [Counter[str]()]
     return Code(
         registers=registers,
         spilled=spilled,
         shared=compiled.metadata.shared,
         tensor_cores=len(re.findall(TENSOR_CORES[target], assembly)),
-        loop=loop,
+        loop=loops[-1],
+        full_loop=loops[0],
+        waits=len(re.findall(r"WARPGROUP\.DEPBAR", listing)),
     )
 
 
@@ -157,12 +184,12 @@ def _nvidia_report(tool: str, option: str, cubin: bytes) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _nvidia_loop(cubin: bytes) -> Counter[str]:
-    """The operations between a label and the jump back to it that are furthest apart."""
+def _loops(listing: str) -> list[Counter[str]]:
+    """The operations of each loop with products: between a label and the furthest jump back."""
     labels: dict[str, int] = {}
     operations: list[str] = []
-    longest = range(0)
-    for line in _nvidia_report("nvdisasm", "-c", cubin).splitlines():
+    loops: dict[str, Counter[str]] = {}
+    for line in listing.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = len(operations)
         # Address, predicate, operation: /*0010*/ @!P0 BRA `(.L_x_1) ;
@@ -170,9 +197,8 @@ def _nvidia_loop(cubin: bytes) -> Counter[str]:
             operations.append(found[1])
             target = re.search(r"\.L_x_\d+", found[2])
             if found[1] == "BRA" and target and target[0] in labels:
-                between = range(labels[target[0]], len(operations))
-                longest = max(longest, between, key=len)
-    return Counter(operations[longest.start : longest.stop])
+                loops[target[0]] = Counter(operations[labels[target[0]] :])
+    return [loop for loop in loops.values() if any(name.endswith("MMA") for name in loop)]
 
 
 def _nvidia_usage(cubin: bytes) -> tuple[int, int]:

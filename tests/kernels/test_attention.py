@@ -85,6 +85,26 @@ def test_gradients_are_deterministic(found: dict[str, Any]) -> None:
     assert found["deterministic"] is True
 
 
+def test_blocks_of_other_segments_are_skipped(found: dict[str, Any]) -> None:
+    """Without a change in any bit, whatever the order of segments."""
+    assert found["unread"] == dict.fromkeys(("result", "query", "key", "value"), True)
+    assert isinstance(found["skipping"], dict), found["skipping"]
+    assert len(found["skipping"]) == 7
+    assert all(found["skipping"].values()), found["skipping"]
+
+
+def test_packed_rows_need_few_blocks(found: dict[str, Any]) -> None:
+    """Documents of 500 to 2,000 tokens in rows of 8,192, and of 50 to 400 in rows of 512."""
+    shares = found["visited"]
+    assert isinstance(shares, dict), shares
+    for kernel in ("forward", "query gradient", "key gradient"):
+        assert shares[f"8,192, {kernel}"] < 0.23
+        assert shares[f"8,192, {kernel}, without masks"] > 0.15
+        assert shares[f"512, {kernel}"] < 0.75
+        assert shares[f"one document, {kernel}"] == 1
+        assert shares[f"one document, {kernel}, without masks"] == 1
+
+
 def test_the_operator_passes_the_checks_of_pytorch(found: dict[str, Any]) -> None:
     assert isinstance(found["operator"], dict), found["operator"]
     assert set(found["operator"].values()) == {"SUCCESS"}

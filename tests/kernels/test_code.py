@@ -69,6 +69,20 @@ def test_half_precision_has_tensor_cores_and_hardly_spills(
     code = compiled(target, kernel, variant)
     assert code.tensor_cores > 0
     assert code.spilled <= SPILLED
+    # Products of Hopper are asynchronous unless the compiler has to wait for each.
+    assert code.waits <= code.tensor_cores / 2
+
+
+def test_two_programs_of_the_forward_pass_fit_on_a_multiprocessor_of_hopper() -> None:
+    code = compiled("sm_90", "forward", "packed")
+    assert 2 * code.registers * 256 <= 65_536
+    assert 2 * code.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tiles_without_masks_take_fewer_instructions(kernel: str) -> None:
+    code = compiled("sm_90", kernel, "segments")
+    assert code.full_loop.total() < 0.88 * code.loop.total()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -87,7 +101,7 @@ def test_dropout_takes_few_instructions(kernel: str) -> None:
     integer = sum(
         added["packed"].get(op, 0) for op in ("ISETP", "LOP3", "SHF", "SEL", "FSEL", "PRMT")
     )
-    assert integer == pytest.approx(HASHED, abs=0.6)
+    assert integer == pytest.approx(HASHED, abs=0.7)
 
 
 @pytest.mark.exhaustive

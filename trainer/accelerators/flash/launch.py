@@ -15,6 +15,7 @@ from trainer.accelerators.flash.kernels import (
     key_gradient_kernel,
     query_gradient_kernel,
 )
+from trainer.accelerators.flash.ranges import range_kernel
 from trainer.accelerators.flash.tiles import Blocks, Plan, choose_plan, generation_of
 
 
@@ -43,7 +44,11 @@ class Call:
             forward_kernel,
             blocks,
             triton.cdiv(self.query.shape[2], blocks.queries),
-            {"out": out, "normalizer": normalizer},
+            {
+                "out": out,
+                "normalizer": normalizer,
+                "ranges": segment_ranges(self.segments, self.key_segments, blocks.queries),
+            },
         )
 
     def backward(
@@ -68,6 +73,10 @@ class Call:
             places = triton.cdiv(keys, of_queries.keys) + 1
             shape = (batch, heads, query_blocks, places, of_queries.keys)
             partial = grad.new_zeros(shape, dtype=torch.float32)
+        ranges = segment_ranges(self.segments, self.key_segments, of_queries.queries)
+        key_ranges = ranges
+        if self.segments is not self.key_segments or of_queries.queries != of_keys.keys:
+            key_ranges = segment_ranges(self.key_segments, self.segments, of_keys.keys)
         shared: dict[str, Any] = {
             "normalizer": normalizer,
             "grad": grad,
@@ -79,14 +88,15 @@ class Call:
             query_gradient_kernel,
             of_queries,
             query_blocks,
-            shared | {"out": out, "query_grad": query_grad, "bias_partial": partial},
+            shared
+            | {"out": out, "query_grad": query_grad, "bias_partial": partial, "ranges": ranges},
             BIAS_GRADIENT=trains_bias,
         )
         self._launch(
             key_gradient_kernel,
             of_keys,
             triton.cdiv(keys, of_keys.keys),
-            shared | {"key_grad": key_grad, "value_grad": value_grad},
+            shared | {"key_grad": key_grad, "value_grad": value_grad, "ranges": key_ranges},
         )
         if trains_bias:
             columns = 64
@@ -101,12 +111,14 @@ class Call:
         return choose_plan(width, dtype, generation_of(self.query.device))
 
     def _launch(
-        self, kernel: Any, blocks: Blocks, programs: int, tensors: dict[str, Any], **flags: bool
+        self, kernel: Any, blocks: Blocks, programs: int, tensors: dict[str, Any], **options: Any
     ) -> None:
         batch, heads, queries, width = self.query.shape
         # As in `dropout`: the comparison with an int32 keeps a share of 1 - p.
         threshold = round(self.dropout * 2**32) - 2**31
         drops = self.dropout_key is not None and threshold > -(2**31)
+        if blocks.registers is not None:
+            options["maxnreg"] = blocks.registers
         kernel[(programs * batch * heads,)](
             query=self.query,
             key=self.key,
@@ -138,10 +150,37 @@ class Call:
             PRECISION=_precision(),
             BLOCK_T=blocks.queries,
             BLOCK_S=blocks.keys,
+            EVEN_T=queries % blocks.queries == 0,
+            EVEN_S=self.key.shape[2] % blocks.keys == 0,
             num_warps=blocks.warps,
             num_stages=blocks.stages,
-            **flags,
+            **options,
         )
+
+
+def segment_ranges(
+    segments: Tensor | None, key_segments: Tensor | None, block: int
+) -> Tensor | None:
+    """The keys of the segments of each block of queries; see `range_kernel`.
+
+    Args:
+        segments: int32 [B, T] of those that the kernel owns, queries or keys.
+        key_segments: int32 [B, S] of the others.
+
+    Returns:
+        int32 [B, T / block, 4], computed on the device, so the host waits for nothing; None
+        without segments.
+    """
+    if segments is None or key_segments is None:
+        return None
+    (batch, queries), keys = segments.shape, key_segments.shape[1]
+    blocks = triton.cdiv(queries, block)
+    ranges = segments.new_empty(batch, blocks, 4)
+    step = min(triton.next_power_of_2(keys), 4096)
+    range_kernel[(batch * blocks,)](
+        segments, key_segments, ranges, queries, keys, BLOCK=block, STEP=step, num_warps=4
+    )
+    return ranges
 
 
 def _strides(name: str, dimensions: str, x: Tensor) -> dict[str, int]:

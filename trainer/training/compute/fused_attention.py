@@ -38,15 +38,18 @@ class _Variant:
     window: int | None = None
     bias: bool = False
     crossed: bool = False
+    even: bool = False
 
 
-# An odd number of positions for blocks of a kernel, so that the last block is not full.
-_LENGTH, _OTHER_LENGTH = 150, 70
+# An odd number of positions for blocks of a kernel, so that the last block is not full. Even
+# lengths have other kernels, with blocks that need no mask.
+_LENGTH, _OTHER_LENGTH, _EVEN_LENGTH = 150, 70, 512
 _VARIANTS = (
     _Variant(causal=True, bias=True),
     _Variant(window=20),
     _Variant(causal=True, prefix=True),
     _Variant(crossed=True),
+    _Variant(even=True),
 )
 
 
@@ -126,7 +129,7 @@ def _errors(
     dtype: torch.dtype,
     version: int,
 ) -> list[float]:
-    batch, heads, keys = 2, 2, _LENGTH
+    batch, heads, keys = 2, 2, _EVEN_LENGTH if variant.even else _LENGTH
     queries = _OTHER_LENGTH if variant.crossed else keys
     generator = torch.Generator().manual_seed(0)
 
