@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from trainer.accelerators.kernels import without_autocast
-from trainer.strategies import FreeMemory
 from trainer.strategies.xla import flash
 
 
@@ -32,7 +31,7 @@ class XlaOperators(TorchFunctionMode):
         flash_from: shortest sequence whose attention is the kernel; None: never.
     """
 
-    def __init__(self, free: FreeMemory, flash_from: int | None) -> None:
+    def __init__(self, free: Callable[[], Any], flash_from: int | None) -> None:
         super().__init__()
         self._free, self._flash_from = free, flash_from
 
