@@ -28,7 +28,7 @@ def computes_in_chunks(x: Tensor) -> bool:
 
     `is_xla` is asked apart, because plans answer for the tensors that stand in for XLA's.
     """
-    return is_eager(x.device) and not x.is_xla
+    return is_eager(x.device) and not x.is_xla  # type: ignore[attr-defined]
 
 
 def has_fast_fp64(device: torch.device) -> bool:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ BuildOptimizer: TypeAlias = Callable[[Iterable[tuple[str, nn.Parameter]]], torch
 InitialValues: TypeAlias = Callable[[str, int, int], Tensor]
 """(parameter name, start, stop) -> elements [start, stop) of the flattened whole parameter, fp32.
 """
-FreeMemory: TypeAlias = Callable[[], AbstractContextManager[object]]
 Reduction: TypeAlias = Literal["sum", "mean", "max"]
 
 
@@ -109,14 +108,10 @@ class Config(ABC):
         """A note about this strategy for readers of the plan; may be empty."""
         return ""
 
-    def planned_operators(self, free: FreeMemory) -> AbstractContextManager[object] | None:
-        """Lets operators on the CPU hold the memory that they hold under this strategy, for plans.
+    def planned_operators(self, free: Callable[[], Any]) -> AbstractContextManager[Any] | None:
+        """A context where operators on the CPU hold memory as under this strategy, for plans.
 
-        Args:
-            free: tensors that are made in this context do not count.
-
-        Returns:
-            None if the accelerator's operators hold it.
+        New tensors in contexts of `free` do not count. None: as the accelerator's operators.
         """
         return None
 

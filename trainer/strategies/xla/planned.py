@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from trainer.accelerators.kernels import without_autocast
-from trainer.strategies import FreeMemory
 from trainer.strategies.xla import flash
 
 
@@ -32,7 +31,7 @@ class XlaOperators(TorchFunctionMode):
         flash_from: shortest sequence whose attention is the kernel; None: never.
     """
 
-    def __init__(self, free: FreeMemory, flash_from: int | None) -> None:
+    def __init__(self, free: Callable[[], Any], flash_from: int | None) -> None:
         super().__init__()
         self._free, self._flash_from = free, flash_from
 
@@ -70,9 +69,12 @@ class XlaOperators(TorchFunctionMode):
         shortest = self._flash_from
         if shortest is not None and not is_bias and flash.fits(query, key, shortest):
             width = query.shape[-1]
-            padded = [F.pad(each, (0, -width % flash.LANES)) for each in (query, key, value)]
+            query, key, value = (
+                F.pad(each, (0, -width % flash.LANES)) for each in (query, key, value)
+            )
             # Without the mask: the kernel has segments instead.
-            return F.scaled_dot_product_attention(*padded, is_causal=is_causal)[..., :width]
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+            return out[..., :width]
         # In the precision of its inputs, as inside of PyTorch's operator.
         with without_autocast(query.device):
             scores = query @ key.transpose(-1, -2)
