@@ -7,9 +7,18 @@ another rank as long as blocks are made ahead of need.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from trainer.strategies.world import World
+
+class Settings(Protocol):
+    """The part of an experiment's section `data` that matters here."""
+
+    @property
+    def on_corrupt(self) -> str: ...
+    @property
+    def blocks_ahead(self) -> int: ...
 
 
 class Announcements:
@@ -53,15 +62,14 @@ class Announcements:
         return int(self._results.get(f"{block}/largest"))
 
 
-def open_announcements(world: World, ahead: int) -> Announcements:
+def open_announcements(store: Store, opened: list[Store], ranks: int, ahead: int) -> Announcements:
     """Opens the announcements of a loader. All ranks open their loaders in one order.
 
     Args:
+        store: of the run.
+        opened: another connection to it, for each loader so far; one is added.
         ahead: number of blocks that the loader makes before it needs them.
     """
-    assert world.store is not None
     # One more connection, for all loaders.
-    first = world.announcing[0] if world.announcing else world.store.clone()  # type: ignore[attr-defined]
-    world.announcing.append(first)
-    name = f"loader {len(world.announcing)}"
-    return Announcements(world.store, first, name, world.size, ahead)
+    opened.append(opened[0] if opened else store.clone())  # type: ignore[attr-defined]
+    return Announcements(store, opened[0], f"loader {len(opened)}", ranks, ahead)

@@ -35,9 +35,8 @@ from samestep.stored_json import JsonError, parse_json
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from data_pipeline.reading.config import Config as DataConfig
     from trainer.strategies.agreement import Facts
-    from trainer.strategies.announcements import Announcements
+    from trainer.strategies.announcements import Announcements, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -173,12 +172,12 @@ class World:
         if device is not None:
             self._devices.append(device)
 
-    def announcements(self, data: DataConfig) -> Announcements | None:
+    def announcements(self, data: Settings) -> Announcements | None:
         """Opens the ranks' announcements about blocks of the next loader; None if it needs none."""
-        if data.on_corrupt == "skip" and self.size > 1:
+        if data.on_corrupt == "skip" and self.store is not None and self.size > 1:
             from trainer.strategies.announcements import open_announcements
 
-            return open_announcements(self, data.blocks_ahead)
+            return open_announcements(self.store, self.announcing, self.size, data.blocks_ahead)
         return None
 
     def new_group(

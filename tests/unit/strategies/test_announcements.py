@@ -9,7 +9,7 @@ from torch.distributed import TCPStore
 
 from data_pipeline.reading.config import Config
 from tests.processes import run_ranks
-from trainer.strategies.announcements import Announcements, open_announcements
+from trainer.strategies.announcements import Announcements
 from trainer.strategies.world import World
 
 BLOCKS = 12
@@ -31,7 +31,10 @@ def announcing_rank() -> tuple[list[int], int, int]:
     world = World.start(60)
     world.connect("gloo")
     # The blocks of two loaders have equal numbers.
-    loader, other = (open_announcements(world, AHEAD) for _ in range(2))
+    data = Config(path="unused", on_corrupt="skip", prefetch=AHEAD)
+    loader, other = (world.announcements(data) for _ in range(2))
+    assert loader is not None
+    assert other is not None
     other.announce(0, 4 if world.rank == 2 else 1)
     found = []
     for block in range(BLOCKS + AHEAD):
