@@ -171,7 +171,7 @@ class Taught(Objective):
 
     @abstractmethod
     def attach(self, teacher: nn.Module) -> None:
-        """Sets the teacher, in eval mode and without gradients; only `loss` and `summary` need it."""
+        """Sets the teacher, in eval mode and without gradients, before the first pass."""
 
 
 class OverBatch(Objective):
