@@ -174,7 +174,7 @@ class Taught(Objective):
 
     @abstractmethod
     def attach(self, teacher: nn.Module) -> None:
-        """Sets the teacher, in eval mode and without gradients, for `loss` and `summary`."""
+        """Sets the teacher, in eval mode and without gradients, before the first pass."""
 
 
 class OverBatch(Objective):
