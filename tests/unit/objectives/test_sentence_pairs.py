@@ -343,7 +343,8 @@ def test_poolings_of_packed_texts_are_those_of_texts_alone(how: Any) -> None:
                 "max": hidden.amax(0),
                 "weighted": (hidden * count).sum(0) / count.sum(),
             }[how]
-            torch.testing.assert_close(found[row, column], expected, rtol=1e-5, atol=1e-5)
+            # Products of other shapes add in another order: 3e-5 of 2.0 on some CPUs.
+            torch.testing.assert_close(found[row, column], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_embeddings_have_fp32_under_autocast() -> None:

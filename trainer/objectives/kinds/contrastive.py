@@ -301,7 +301,7 @@ class Contrastive(SentencePairs, OverBatch):
         pairs = self.pool_texts(found["embedding"], batch, self.config.pool)
         return pairs, found.get("logit_scale")
 
-    def columns(self, table: Tensor) -> _Columns:
+    def split(self, table: Tensor) -> _Columns:
         """Splits a table of summaries."""
         learned, rows = int(self.config.learn_temperature), len(table)
         others = [2 * self.texts, 1, 1, 2 * self._numbers, learned, self.texts * self.guide_width]
@@ -325,7 +325,7 @@ class Contrastive(SentencePairs, OverBatch):
         Before the loss comes 1 / N of the gradient for the scale's logarithm, if it is learned. So
         the sum over all rows is the gradient, however the rows are split.
         """
-        columns = self.columns(table)
+        columns = self.split(table)
         rows = len(table)
         with torch.enable_grad():
             pairs = columns.pairs.detach().requires_grad_()

@@ -101,7 +101,7 @@ class Splade(contrastive.Contrastive):
     def over_batch(self, table: Tensor) -> Tensor:
         """The columns of `contrastive`, the regularizer's gradient included, after `_VALUES`."""
         found = super().over_batch(table)
-        columns = self.columns(table)
+        columns = self.split(table)
         pairs, anchor, weights = columns.pairs, columns.anchor, columns.weights
         # [T, V]: of each text of a row, the mean over the rows that do not only pad the batch.
         shares = weights / weights.sum().clamp(min=1)

@@ -85,7 +85,8 @@ def _with_guide(experiment: Experiment, begun: Tree) -> Experiment:
         return experiment
     before = (begun.get("objective", {}).get("guide") or {}).get("pool")
     found = None if before else _stored(guide.path)
-    pool = before or (found.pool if found else "mean")
+    # SPLADE pools no hidden states; such a guide is refused when it is loaded.
+    pool = before or ("mean" if found is None or found.pool == "splade" else found.pool)
     logger.info("the guide %s pools texts by %r", guide.path, pool)
     prompts = found.settings()["prompts"] if found else {}
     if prompts not in ({}, objective.prompts):
