@@ -6,6 +6,7 @@ there, in PyTorch's fake process group. The store's clients are threads of one p
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -69,9 +70,10 @@ def _step(strategy: Strategy) -> int:
     count = 0
     with StopRequest(Preemption(signals=())) as stop:
         stop.join(strategy.world)
+        shared = functools.partial(stop.all_reduce, strategy)
         for number in range(2):
             with torch.profiler.profile(activities=[_CPU]) as profile:
-                accumulate_gradients(model, objective, strategy, [batch], stop=stop)
+                accumulate_gradients(model, objective, strategy, [batch], all_reduce=shared)
                 strategy.step(optimizer, strategy.clip_grad_norm(1.0))
             assert not stop.decide(number)
             optimizer.zero_grad()

@@ -167,10 +167,8 @@ class BatchMaker:
             made += [
                 {name: array[i : i + self._rows] for name, array in arrays.items()} for i in begins
             ]
-        return [
-            made[first : first + self._micro_batches]
-            for first in range(0, len(made), self._micro_batches)
-        ]
+        step = self._micro_batches
+        return [made[first : first + step] for first in range(0, len(made), step)]
 
     def _blocks(
         self, starts: Sequence[int], rows: int, excluded: Exclusions
@@ -229,11 +227,9 @@ def error_ahead(made: Iterable[Future[Any]], steps: int) -> DataError | None:
     for future in made:
         if steps <= 0 or not future.done():
             break
-        error = future.exception()
-        if error is not None:
+        if (error := future.exception()) is not None:
             return error if isinstance(error, DataError) else None
-        block = future.result()
-        if isinstance(block, CorruptShardError):  # it will be skipped
+        if isinstance(block := future.result(), CorruptShardError):  # it will be skipped
             break
         steps -= len(block)
     return None

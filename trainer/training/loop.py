@@ -19,10 +19,9 @@ is 8 / 4 = 2, where each token counts the same, whichever rank has it.
 
 The host only enqueues work in a step. It waits until the device has begun the step before
 (`StopRequest.decide`), and in `_log_training`, every `log_every` steps, where it reads the
-accumulated metrics. Evaluations, probes and saves wait
-as well, and so do optional checks: of faults (each step) and of the state's bits
-(`verify_state_every`, `digest_every`). With a snapshot of each step, an update waits for the
-snapshot of the step before.
+accumulated metrics. Evaluations, probes and saves wait as well, and so do optional checks: of
+faults (each step) and of the state's bits (`verify_state_every`, `digest_every`). With a snapshot
+of each step, an update waits for the snapshot of the step before.
 """
 
 from __future__ import annotations
@@ -272,7 +271,7 @@ class Trainer:
                 self.strategy,
                 micro_batches,
                 end_section,
-                self._stop if self._stop.shares else None,
+                lambda weights: self._stop.all_reduce(self.strategy, weights),
             )
             if self.checkpoints.keeps_each_step:
                 self.checkpoints.wait_for_snapshot()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,6 @@ from samestep.examples import HOST_COLUMNS, LoaderState, TaskRow
 from trainer.monitoring.meter import Meter
 from trainer.objectives import Loss, Objective, OverBatch
 from trainer.strategies import Strategy
-
-if TYPE_CHECKING:
-    from trainer.training.preemption import StopRequest
 
 MicroBatch: TypeAlias = Mapping[str, Tensor]
 MicroBatches: TypeAlias = Sequence[MicroBatch]
@@ -82,16 +78,16 @@ def accumulate_gradients(
     strategy: Strategy,
     micro_batches: MicroBatches,
     end_section: Callable[[str], None] = lambda section: None,
-    stop: StopRequest | None = None,
+    all_reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> list[Metrics]:
     """Adds the gradients of a step to the parameters; returns the metrics of each micro-batch.
 
     Args:
         model: as `strategy.prepare` returns it.
         end_section: records the time since the last call under a section's name.
-        stop: adds up the requests to stop of all ranks, in the all-reduce of the weights.
+        all_reduce: of the weights, in place of the strategy's.
     """
-    totals = global_weights(objective, strategy, micro_batches, stop)
+    totals = global_weights(objective, strategy, micro_batches, all_reduce)
     end_section("waiting")
     columns = global_columns(model, objective, strategy, micro_batches)
     metrics = []
@@ -143,7 +139,7 @@ def global_weights(
     objective: Objective,
     strategy: Strategy,
     micro_batches: MicroBatches,
-    stop: StopRequest | None = None,
+    all_reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Sums each loss term's weight over the global batch, before any forward pass.
 
@@ -152,7 +148,7 @@ def global_weights(
     weights = [objective.weights(batch) for batch in micro_batches]
     # float32 counts exactly to 2**24 only; a large batch has more predictions.
     by_term = [[found[name] for found in weights] for name in weights[0]]
-    all_reduce = strategy.all_reduce if stop is None else partial(stop.all_reduce, strategy)
+    all_reduce = all_reduce or strategy.all_reduce
     if strategy.exact:
         from trainer.partition import exact
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import signal
@@ -141,11 +142,12 @@ def stopping_rank(
     weights = []
     with StopRequest(Config(signals=("SIGUSR2",))) as stop, collectives_of(world) as collectives:
         stop.join(world)
+        shared = functools.partial(stop.all_reduce, strategy)
         for step in itertools.count(1):
             if step == 5 and world.rank == 1 and before_the_weights:
                 ask(stop)
             batches: Any = [{"more": 0.5 * world.rank}]
-            totals = global_weights(objective, strategy, batches, stop)
+            totals = global_weights(objective, strategy, batches, shared)
             weights.append(float(totals["tokens"]))
             if step == 5 and world.rank == 1 and not before_the_weights:
                 ask(stop)
