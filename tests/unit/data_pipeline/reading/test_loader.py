@@ -22,6 +22,7 @@ import torch
 from data_pipeline.reading import batches, packed_shard
 from data_pipeline.reading import loader as loader_module
 from data_pipeline.reading import packed_split as dataset_module
+from data_pipeline.reading.batches import Plan
 from data_pipeline.reading.config import Config
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.loader import StreamingLoader
@@ -192,10 +193,10 @@ def test_a_step_that_failed_is_made_again(
     failures = [DataError("the store does not answer"), KeyboardInterrupt()]
     make = StreamingLoader._make
 
-    def fail_at_times(loader: StreamingLoader, starts: list[int], *rest: Any) -> Any:
-        if starts[0] > 24 * 2 and failures:
+    def fail_at_times(loader: StreamingLoader, plan: Plan) -> Any:
+        if plan.starts[0] > 24 * 2 and failures:
             raise failures.pop()
-        return make(loader, starts, *rest)
+        return make(loader, plan)
 
     expected = global_batches(folder, 8)
     monkeypatch.setattr(StreamingLoader, "_make", fail_at_times)
