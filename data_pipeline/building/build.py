@@ -55,8 +55,7 @@ from data_pipeline.format.manifest import (
     token_dtype,
 )
 from data_pipeline.reading.dataset import Dataset
-from data_pipeline.reading.label_counts import count_labels
-from data_pipeline.reading.passage_counts import count_passages
+from data_pipeline.reading.label_counts import log_counts
 from data_pipeline.sources import INVALID, UTF8, PairSource, Source, TaskSource, fault
 from data_pipeline.sources.encodings import normalized
 from data_pipeline.tokenizers.sentences import splitter_version
@@ -461,13 +460,7 @@ class _Build:
                 "higher tokenizer.character_coverage or byte_fallback."
             )
         special_names.warn(self.special_names, self.tokenizer)
-        dataset = Dataset(self.folder, built)
-        if (labels := count_labels(dataset)) is not None:
-            logger.info("%s", labels.line())
-            for warning in labels.warnings():
-                logger.warning("%s", warning)
-        if (rows := count_passages(dataset)) is not None:
-            logger.info("%s", rows)
+        log_counts(Dataset(self.folder, built))
         if not built.splits["train"]:
             logger.warning("all rows are held out: this dataset is for evaluation only")
         if not built.splits["heldout"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,10 @@ import numpy as np
 
 from data_pipeline.packing import Int64
 from data_pipeline.reading.dataset import Dataset
+from data_pipeline.reading.passage_counts import count_passages
 from samestep.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
 
 _SHOWN = 20  # labels in a line of the log
 
@@ -88,6 +92,20 @@ def _listed(names: Sequence[str]) -> str:
     more = len(names) - _SHOWN
     shown = ", ".join(f"the label {name}" if len(names) == 1 else name for name in names[:_SHOWN])
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+def log_counts(dataset: Dataset) -> None:
+    """Logs what the rows of a dataset have: labels, or passages.
+
+    Raises:
+        DataError: a shard is damaged.
+    """
+    if (labels := count_labels(dataset)) is not None:
+        logger.info("%s", labels.line())
+        for warning in labels.warnings():
+            logger.warning("%s", warning)
+    if (rows := count_passages(dataset)) is not None:
+        logger.info("%s", rows)
 
 
 def count_labels(dataset: Dataset) -> LabelCounts | None:

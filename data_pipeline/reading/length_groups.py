@@ -51,9 +51,9 @@ def check_groups(config: Config, spec: PackSpec) -> None:
         )
     if config.group_by_source not in (None, config.group_by_length):
         raise ConfigError(
-            f"data.group_by_length is {config.group_by_length}, and its groups are those of "
-            f"data.group_by_source, {config.group_by_source}. Set both to the same number, or one "
-            "of them to null."
+            f"data.group_by_length is {config.group_by_length}, and "
+            f"data.group_by_source is {config.group_by_source}. Set both to the same number, or "
+            "one of them to null."
         )
 
 

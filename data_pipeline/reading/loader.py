@@ -165,9 +165,7 @@ class StreamingLoader:
                 self._mixture = self._mixed()
                 examples = self._mixture.order
             cached = self._keep_shards_open(config, examples, self._reach(layout))
-        shards = [
-            (source, shard) for source in named.values() for shard in source.shards(order.split)
-        ]
+        shards = [(each, shard) for each in named.values() for shard in each.shards(order.split)]
         self._prefetcher = _prefetcher(shards, cached)
         row_maker = RowMaker(tuple(named.values()), self._packed, pack_spec, collate, order.seed)
         self._maker = BatchMaker(

@@ -131,7 +131,7 @@ def complete(
     # Tokens of queries and of passages come from two arrays, and are merged chunk by chunk.
     is_query = layout.text == 0
     query_start = np.cumsum(queries.length) - queries.length
-    # Of a query, the number is that of the positive, and is not used.
+    # A query has the positive's number, which is not used.
     number = np.take_along_axis(chosen.number, np.maximum(layout.text - 1, 0), axis=1)
     kept = layout.length.reshape(-1)
     tokens = np.empty(kept.sum(), dtype=np.int32)

@@ -23,7 +23,8 @@ _MOST_LEVELS = 100
 # Settings in which a folder named "~" would be made, or looked for.
 _FOLDERS = re.compile(
     r"output|init_from|init_embeddings|phases|data\.sources(\.\d+\.path)?|checkpoint\.folder|"
-    r"(phases\.\d+\.)?objective\.(teacher|guide\.path)|(tokenizer|data|probes\.[^.]+|training\.retrieval)\.path"
+    r"(phases\.\d+\.)?objective\.(teacher|guide\.path)|"
+    r"(tokenizer|data|probes\.[^.]+|training\.retrieval)\.path"
 )
 
 # Settings of a section that exclude each other: the one given last drops those of the other.

@@ -183,7 +183,7 @@ class TextEncoder:
             raise ConfigError(
                 f"{checkpoint} is a folder of sentence-transformers with a model that reads from "
                 "left to right, and its special tokens would be others. Remove modules.json to use "
-                "those of samestep, and name the pooling with --pool."
+                "samestep's, and name the pooling with --pool."
             )
 
     def prepare(self, tokens: Tokens) -> Tokens:

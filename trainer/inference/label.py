@@ -42,7 +42,7 @@ class Columns:
     """Columns of rows to label.
 
     Attributes:
-        texts: columns or templates of the texts; () takes those of the teacher's data.
+        texts: columns or templates of the texts; () takes the teacher's.
         label: the column to write; None takes the teacher's, or "scores" of passages.
         passages: whether each passage of a row is scored beside its query, the first of `texts`;
             these are then "query", "positive" and "negatives" by default, and the label is a list.

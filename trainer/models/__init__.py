@@ -14,17 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import (
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    Protocol,
-    Self,
-    TypeAlias,
-    cast,
-    runtime_checkable,
-)
+from typing import ClassVar, Literal, NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -437,7 +427,7 @@ class ModelConfig(ABC):
 
     def with_settings(self, **settings: object) -> Self:
         """The same model with other values of some settings."""
-        changed: Self = replace(cast(Any, self), **settings)  # each configuration is a dataclass
+        changed: Self = replace(self, **settings)  # type: ignore[type-var]  # all are dataclasses
         return changed
 
     def without_peft(self) -> Self:

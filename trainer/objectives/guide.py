@@ -16,7 +16,7 @@ class Guide:
     """Masks candidates by the cosines of another encoder (Solatorio 2024, "GISTEmbed").
 
     It embeds the texts of each batch, and a candidate is no negative where its cosine is higher
-    than that of the right pair, minus the margin.
+    than the right pair's, minus the margin.
 
     Attributes:
         path: of the encoder, as for `init_from`; it has the same tokenizer and is not trained. Each

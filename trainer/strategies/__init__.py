@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -108,7 +108,9 @@ class Config(ABC):
         """A note about this strategy for readers of the plan; may be empty."""
         return ""
 
-    def planned_operators(self, free: Callable[[], Any]) -> AbstractContextManager[Any] | None:
+    def planned_operators(
+        self, free: Callable[[], AbstractContextManager[object]]
+    ) -> AbstractContextManager[object] | None:
         """A context where operators on the CPU hold memory as under this strategy, for plans.
 
         New tensors in contexts of `free` do not count. None: as the accelerator's operators.

@@ -20,7 +20,7 @@ _TASK = "fill-mask"
 
 
 def is_sparse(kinds: Sequence[str]) -> bool:
-    """Whether modules of these classes are those of SPLADE."""
+    """Whether modules of these classes compute SPLADE."""
     names = [kind.rpartition(".")[2] for kind in kinds]
     return names in ([*MODULES], [_LEGACY, MODULES[1]])
 
@@ -32,7 +32,7 @@ def check(
     pooling: Mapping[str, object],
     settings: Mapping[str, object],
 ) -> None:
-    """Rejects a folder whose embeddings are others than those of `pooling.splade`.
+    """Rejects a folder whose embeddings are not what `pooling.splade` computes.
 
     Args:
         file: modules.json, for the message.

@@ -54,9 +54,9 @@ class Config(EmbeddingConfig):
         symmetric: also finds the first text of each second one; the loss is the mean of both.
         mask_equal: a text is no negative where it equals the row's first or second text, or
             belongs to an equal first text.
-        known_positives: the most positives that a row of retrieval has; a passage is no negative
-            where it is any of them, also one that the row has not drawn. A row with more is
-            refused. 0 masks the drawn one only.
+        known_positives: the most positives that a row of retrieval has; no negative of a row is
+            one of its positives, be it chosen in this epoch or not. A row with more is refused. 0
+            masks the chosen one only.
         margin: a second text is no negative where its cosine is higher than the right one's
             by more than this, as it may be right too (Zhang et al. 2025, "Qwen3 Embedding",
             with 0.1); null masks none.

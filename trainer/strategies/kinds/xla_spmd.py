@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 from samestep.config import Tree
 from samestep.errors import ConfigError
@@ -77,7 +77,9 @@ class Config(strategies.ShardedConfig):
             "tensors: its peaks were 6 % lower to 10 % higher (docs/tpu.md)."
         )
 
-    def planned_operators(self, free: Callable[[], Any]) -> planned.XlaOperators:
+    def planned_operators(
+        self, free: Callable[[], AbstractContextManager[object]]
+    ) -> planned.XlaOperators:
         return planned.XlaOperators(free, self.flash_attention_from)
 
     def build(self, accelerator: Accelerator, world: World, precision: Precision) -> XlaSpmd:

@@ -6,6 +6,7 @@ Compared with libtpu's own buffers in docs/tpu.md.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,14 +32,16 @@ class XlaOperators(TorchFunctionMode):
         flash_from: shortest sequence whose attention is the kernel; None: never.
     """
 
-    def __init__(self, free: Callable[[], Any], flash_from: int | None) -> None:
+    def __init__(
+        self, free: Callable[[], AbstractContextManager[object]], flash_from: int | None
+    ) -> None:
         super().__init__()
         self._free, self._flash_from = free, flash_from
 
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Any,
+        types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:

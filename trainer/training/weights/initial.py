@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -97,18 +97,9 @@ def stored_values(
             f"are missing or of another shape and {len(unknown)} are unknown, first "
             f"{(wrong + unknown)[0]}; {_fix(weights.config, model.config)}"
         )
-    # Everything that is not taken over is said, so a mistaken init_from shows in the log.
     if unused:
         logger.info("left out, because %s: %s", start.reason, ", ".join(unused))
-    moved = [name for name, source in sources.items() if source != name or name in lent]
-    of_head = [name for name in moved if model.role(name).part not in ("layer", "shared")]
-    if of_head:
-        logger.info("taken for the head: %s", ", ".join(sources[name] for name in of_head))
-    if count := len(moved) - len(of_head):
-        logger.info("%d parameters of the layers start from tensors of other names", count)
-    new = [name for name in shapes if name not in sources]
-    if new:
-        logger.info("initialized at random: %s", ", ".join(new))
+    _log_sources(model, sources, lent)
     _check_tokenizer(weights, dataset, may_extend=seed is not None)
 
     # Called for the partition of each parameter that this process holds: under FSDP, no process
@@ -122,6 +113,18 @@ def stored_values(
         return model.initial_values(name, first, stop, seed)
 
     return values
+
+
+def _log_sources(model: Model, sources: Mapping[str, str], lent: Container[str]) -> None:
+    """Says what is not taken over under its own name, so that a mistaken init_from shows."""
+    moved = [name for name, source in sources.items() if source != name or name in lent]
+    of_head = [name for name in moved if model.role(name).part not in ("layer", "shared")]
+    if of_head:
+        logger.info("taken for the head: %s", ", ".join(sources[name] for name in of_head))
+    if count := len(moved) - len(of_head):
+        logger.info("%d parameters of the layers start from tensors of other names", count)
+    if new := [name for name, _ in model.named_parameters() if name not in sources]:
+        logger.info("initialized at random: %s", ", ".join(new))
 
 
 def _check_decoder(weights: Weights, config: ModelConfig) -> None:

@@ -241,5 +241,5 @@ def test_batches_of_groups_from_one_source(dataset: Path, tmp_path: Path) -> Non
     plain = batches(1, replace(config, group_by_length=None))
     widths = [sum(each["tokens"].numel() for each in of) for of in (alone, plain)]
     assert widths[0] < 0.8 * widths[1]
-    with pytest.raises(ConfigError, match=r"group_by_length is 12, and its groups are those of"):
+    with pytest.raises(ConfigError, match=r"group_by_length is 12, and data.group_by_source is"):
         batches(1, replace(config, group_by_source=24))
