@@ -540,7 +540,7 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_commands_that_need_words_say_what_to_use_instead(tuned: Path, samestep: Samestep) -> None:
-    run, said = tuned / "run-classification", "classification head, which "
+    run, said = tuned / "run-classification", "has the head classification, which "
     assert f"{said}predicts no tokens; use the model" in samestep("fill", run, "a [MASK]").message
     assert f"{said}predicts no words; use one with" in samestep("generate", run, "the").message
     assert (

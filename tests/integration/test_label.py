@@ -94,7 +94,7 @@ def test_probabilities_are_those_of_transformers(
         "--batch-tokens",
         200,
     )
-    assert "name the columns of the texts with --texts" in samestep(*exported).message
+    assert "Name them with --texts" in samestep(*exported).message
     assert samestep(*exported, "--texts", "text", "--column", "soft").code == 0
     again = read(other)
     assert [row["id"] for row in again] == [str(row["id"]) for row in rows]  # as CSV has it

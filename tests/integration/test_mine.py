@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_named(
     assert "--seed needs --choose random" in samestep(*mine, "--seed", 1).message
     assert "--range must be A-B" in samestep(*mine, "--range", "30").message
     assert "has 3 passages" in samestep(*mine, "--range", "0-3").message
-    assert "language_model head" in samestep(*mine, "--teacher", finished_run).message
+    assert "has the head language_model" in samestep(*mine, "--teacher", finished_run).message
     assert not output.with_name("mined.jsonl.work").exists()
     mine += ("--range", "50-100", "--negatives", 20)
     assert "fewer than 20" in samestep(*mine).message

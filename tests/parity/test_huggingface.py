@@ -262,7 +262,8 @@ def test_older_checkpoints_are_understood(pair: Pair, caplog: pytest.LogCaptureF
         )
     assert all(torch.equal(imported[name], value) for name, value in expected.items())
     assert len(imported) == len(expected)
-    assert all(name in caplog.text for name in extra)
+    assert "position_ids" not in caplog.text  # counts of positions, which no model misses
+    assert all(name in caplog.text for name in extra[1:])
 
 
 def test_foreign_tensors_are_refused_by_name(pair: Pair):

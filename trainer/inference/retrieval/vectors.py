@@ -297,7 +297,8 @@ class Vectors:
             values: npt.NDArray[np.generic] = np.lib.format.open_memmap(regular(path), mode="r")
         except (OSError, ValueError, EOFError) as error:
             raise DataError(
-                f"cannot read {path}: {error}. Remove it, and run the same samestep embed again."
+                f"cannot read {path}: {error}. Remove this part's files, and run the same samestep "
+                "embed again."
             ) from error
         if values.shape != shape or values.dtype != number:
             raise _damaged(path, f"{values.dtype} {values.shape}, not {number} {shape}")

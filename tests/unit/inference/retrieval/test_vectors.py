@@ -66,7 +66,7 @@ def huge(file: Path) -> None:
 def test_damaged_parts_are_named(damage: Callable[[Path], object], tmp_path: Path) -> None:
     begun(tmp_path).write(0, VALUES)
     damage(tmp_path / "00000.npy")
-    with pytest.raises(DataError, match=r"00000.npy.* Remove it, and run"):
+    with pytest.raises(DataError, match=r"00000.npy.* Remove this part's files, and run"):
         list(Vectors.open(tmp_path).blocks())
 
 
