@@ -29,6 +29,8 @@ def count_passages(dataset: Dataset) -> str | None:
         least.append(counts.min(axis=0))
         most.append(counts.max(axis=0))
         scored |= bool(shard.labels.size)
+    if not least:
+        return None
     ends = zip(np.min(least, axis=0).tolist(), np.max(most, axis=0).tolist(), strict=True)
     positives, negatives = (
         _number(low, high, name)

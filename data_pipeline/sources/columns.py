@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import math
@@ -120,10 +121,18 @@ def check_no_python_list(value: object, name: str) -> None:
     Raises:
         BadRecord: it is one.
     """
-    if isinstance(value, str) and _PYTHON_LIST.fullmatch(value):
+    if isinstance(value, str) and _PYTHON_LIST.fullmatch(value) and _is_list(value):
         raise BadRecord(
             f"column {name!r} has a list in Python's notation, not in JSON: {brief(value)}"
         )
+
+
+def _is_list(text: str) -> bool:
+    """Whether it is a list in Python's notation: not "['a'] or ['b']"."""
+    try:
+        return isinstance(ast.literal_eval(text), list)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
 
 
 def items(row: Row, name: str) -> list[object]:

@@ -88,7 +88,7 @@ def reference(trainer: Any, micro_batches: Any) -> dict[str, Tensor]:
     with torch.no_grad():
         guided = F.normalize(embed(objective._guide)[0], dim=-1)
     embedded, logit_scale = embed(model)
-    vectors, scale = F.normalize(embedded, dim=-1), logit_scale.exp() / 0.05
+    vectors, scale = F.normalize(embedded, dim=-1), (logit_scale - 1).exp() / 0.05
     texts = batch["texts"].view(len(guided), 4, 2).tolist()
     passages = batch["passages"].view(len(guided), 5, 2).tolist()
     losses, masked = [], 0
@@ -200,7 +200,7 @@ def test_a_learned_temperature_is_logged_and_stays_out_of_exports(
     (heldout,) = [row for row in rows if "heldout/temperature" in row]
     weights = load_weights(str(run))
     parameter = float(weights.tensors["logit_scale"])
-    assert heldout["heldout/temperature"] == pytest.approx(0.05 * np.exp(-parameter), rel=1e-4)
+    assert heldout["heldout/temperature"] == pytest.approx(0.05 * np.exp(1 - parameter), rel=1e-4)
     assert samestep("evaluate", run, "--predictions", tmp_path / "rows.jsonl").code == 0
     assert samestep("replay", run, 2, "--exact").code == 0
     assert samestep("export", run, tmp_path / "hf").code == 0

@@ -45,7 +45,7 @@ Outputs: TypeAlias = frozenset[str]
                        factorization order (XLNet)
     embedding          [B, S, D], hidden states, whose mean is the embedding of a text
     tag_transitions    [C + 1, C + 1], scores of transitions between tags (`crf`)
-    logit_scale        [1], logarithm of the change of similarities' scale (`logit_scale`)
+    logit_scale        [1], 1 and the logarithm of the change of similarities' scale
     mix_scores         [layers + 1], scores of a learned mean of layers (`scalar_mix`)
     classification, multiple_choice, tagging, question_answering
                        logits [B, P, C] of a task's head

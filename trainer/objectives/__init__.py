@@ -79,8 +79,8 @@ class Objective(ABC):
         needs: outputs, and capabilities such as `last_position`, that the model has to offer.
         denominator: name of the number of predictions, in `weights` and in the totals of a step.
         columns: columns of its batches that a model may list in `reads`.
-        step: number of steps that a run has taken, for terms whose weights change; training sets
-            it before each step. None, outside of training, stands for a late step.
+        step: number of steps taken in this phase, for terms whose weights change; training sets it
+            before each step. None, outside of training, stands for a late step.
     """
 
     predicts: str

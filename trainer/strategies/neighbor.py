@@ -28,8 +28,8 @@ _CONNECT_SECONDS = 5.0
 _PROBE_SECONDS, _PROBES_SECONDS = 3.0, 20.0  # for one machine, and for all
 _MOST_CONNECTIONS = 1024  # to a rank; they wait in the kernel, as nobody accepts them
 _MOST_PROBED = 32  # machines, by each machine: its probes wait there, too
-# Of a rank to the store, for its threads and process groups: with gloo, and with NCCL.
-FEWEST_CONNECTIONS, CONNECTIONS = 3, 6
+# Of a rank to the process that hosts the store: with gloo, and with NCCL and data.on_corrupt=skip.
+FEWEST_CONNECTIONS, CONNECTIONS = 3, 7
 OTHER_FILES = 256  # of a process that hosts the store, or connects to all ranks
 # A machine that loses power is detected after 2 + 5 x 1 = 7 s. Keep-alives are not sent while sent
 # data has no answer; the last option limits that time, in milliseconds.
@@ -139,13 +139,13 @@ def unreachable(store: Store, rank: int, size: int, reached: set[str]) -> str:
 
 
 def allow_ranks(ranks: int, role: str, fewest: int = FEWEST_CONNECTIONS) -> str:
-    """Raises this process's limit on open files, so that all ranks can connect to it.
+    """Raises this process's limit on open files, so that it can be connected to all ranks.
 
     Beyond the limit, the store resets connections without a message, and ranks wait for it.
 
     Args:
         role: of this process, for the message.
-        fewest: connections of each rank to this process that the run needs.
+        fewest: connections between each rank and this process that the run needs.
 
     Returns:
         A message if the system does not allow as many; else "".
@@ -179,11 +179,24 @@ def allow_world(rank: int, ranks: int) -> str:
     problem = allow_ranks(ranks, "hosts the store of the run")
     if rank != 0:
         return ""  # with gloo it connects to all ranks, see `World.connect`
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+    if not _is_launchers_store():
         return problem
     if "TORCHELASTIC_RUN_ID" in os.environ and (told := _torchruns_problem(ranks)):
         logger.warning("%s", told)
     return ""  # the agents of `trainer.elastic` raise their limit themselves
+
+
+def allow_peers(rank: int, ranks: int) -> str:
+    """Raises the limit for gloo, by which each rank connects to all others; see `allow_ranks`.
+
+    Rank 0 may host the store as well: at 1,024 ranks, 4,096 connections.
+    """
+    hosts = rank == 0 and not _is_launchers_store()
+    return allow_ranks(ranks, "connects to all ranks", 1 + FEWEST_CONNECTIONS * hosts)
+
+
+def _is_launchers_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def _torchruns_problem(ranks: int) -> str:

@@ -149,9 +149,9 @@ class World:
                     "and driver, or set accelerator=cpu."
                 )
             if backend == "gloo" and self.size > 1:
-                from trainer.strategies.neighbor import allow_ranks
+                from trainer.strategies.neighbor import allow_peers
 
-                if problem := allow_ranks(self.size, "connects to all ranks", fewest=1):
+                if problem := allow_peers(self.rank, self.size):
                     raise LaunchError(problem)
             store.set(_ready(self.rank), "")
             self._connecting.set()

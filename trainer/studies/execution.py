@@ -29,6 +29,7 @@ from trainer.monitoring.forecast import Range
 
 logger = logging.getLogger(__name__)
 
+_LAST_BYTES = 4096  # of a log, for its last line
 _QUIET = 60.0  # seconds in which no job has ended; then the logs of those that run are quoted
 
 Slot: TypeAlias = Mapping[str, str]
@@ -178,7 +179,9 @@ class Execution(Generic[J, R]):
 def _last_line(log: Path) -> str:
     """The last line of a job's log, which may not exist yet."""
     with suppress(FileNotFoundError):
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _LAST_BYTES))
+            lines = file.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "no output"
     return "no output"
 

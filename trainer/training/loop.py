@@ -263,7 +263,7 @@ class Trainer:
     def _compute_gradients(self, micro_batches: MicroBatches) -> Gradients:
         """Computes the clipped gradients of a global batch; they stay in the parameters."""
         end_section, objective = self.recorder.end_section, self.objectives[self.phase.index]
-        objective.step = self.state.step
+        objective.step = self.state.step - self.phase.first_step
         with self._graph("gradients", separate=self.faults.checks_steps):
             metrics = accumulate_gradients(
                 self.model,

@@ -89,7 +89,7 @@ class Batches:
             raise StopIteration
         # A training loader is endless, and `iter` does not restart it.
         micro_batches = next(iter(self._loaders.train(phase)))
-        self._objectives[phase.index].step = self.step
+        self._objectives[phase.index].step = self.step - phase.first_step
         self.step += 1
         if self.step == phase.end:
             self._loaders.end(phase)

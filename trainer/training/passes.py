@@ -158,11 +158,8 @@ def global_weights(
         totals = all_reduce(torch.tensor(list(map(sum, by_term)), dtype=torch.float64))
     # 1 where nothing is predicted, as in a tiny batch of words too long to mask: the loss is 0
     # instead of 0 / 0.
-    totals = (
-        torch.where(totals > 0, totals, 1.0)
-        .float()
-        .to(strategy.accelerator.device, non_blocking=True)
-    )
+    totals = torch.where(totals > 0, totals, 1.0).float()
+    totals = totals.to(strategy.accelerator.device, non_blocking=True)
     return dict(zip(weights[0], totals, strict=True))
 
 

@@ -193,7 +193,8 @@ class StopRequest:
             logger.info("stopping     on %s: training has not begun", first.name)
             log.exit_now(self.exit_code)
         again = ". Ctrl-C again: at once" if first == signal.SIGINT else ""
-        logger.info("stopping     on %s, after this step and a checkpoint%s", first.name, again)
+        when = "after one of the next steps and a checkpoint"
+        logger.info("stopping     on %s, %s%s", first.name, when, again)
         while True:
             try:
                 number = self._next_signal(since + self._config.deadline)

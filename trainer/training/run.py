@@ -203,7 +203,7 @@ def _fit(
 def _save_last_step(trainer: Trainer) -> None:
     """Saves the last whole step before an error of the data ends a run of one process.
 
-    Of several processes, the others are in the next step by now: see `StopRequest.decide`.
+    Of several processes, the others are in the next step by now: see `StopRequest.find`.
     """
     step, checkpointer = trainer.state.step, trainer.checkpoints.durable
     if trainer.strategy.world.size > 1 or step in (0, checkpointer.saved):

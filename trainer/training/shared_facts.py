@@ -39,6 +39,8 @@ _MAY_DIFFER = re.compile(
     r"|objective\.(teacher|guide\.path)"
     r"|training\.(collective_timeout|hang_timeout|preemption\..*)"
 )
+# With data.on_corrupt=skip, ranks number the blocks that their threads make ahead.
+_OF_BLOCKS = ("data.threads", "data.prefetch")
 _DESCRIPTIONS = ("config.json", "adapter_config.json")
 _MOST_SHOWN = 80  # characters of a value
 _SAMPLES, _SAMPLE_BYTES = 16, 2**16  # of each file of weights
@@ -57,7 +59,8 @@ def facts_of(experiment: Experiment, checkpoints: Location) -> dict[str, str | N
         "version of packing": str(PACKING_VERSION),
     }
     for name, value in _settings("", to_tree(experiment)):
-        if not _MAY_DIFFER.fullmatch(name):
+        is_shared = name in _OF_BLOCKS and experiment.data.on_corrupt == "skip"
+        if is_shared or not _MAY_DIFFER.fullmatch(name):
             facts[name] = _shown(value)
         # Code outside this package has no version, so its file is compared.
         if name.rpartition(".")[2] == "kind" and "." in str(value):

@@ -60,7 +60,7 @@ def test_the_gradient_of_a_learned_temperature_is_that_of_the_whole_batch(
     examples.weight[-1] = 0
     batch = tensors(objective.collate(examples, LENGTH))
     built = model(0.25)
-    scale = built.get_parameter("logit_scale").exp() / 0.05
+    scale = (built.get_parameter("logit_scale") - 1).exp() / 0.05
     pairs = [[embedded(built, text) for text in row] for row in texts[:5]]
     losses = []
     for number in (0, 2, 3):
@@ -82,7 +82,7 @@ def test_a_scale_of_100_can_only_fall(rises: bool) -> None:
     table = table_of(pairs, [[2 * row, 2 * row + 1] for row in range(4)])
     found = {}
     for scale in (50.0, 100.0, 120.0):
-        parameter = torch.full((4, 1), math.log(scale * 0.05))
+        parameter = torch.full((4, 1), 1 + math.log(scale * 0.05))
         result = objective.over_batch(torch.cat((table, parameter), 1))
         found[scale] = result[:, -2].sum(), result[:, -3].sum()
     torch.testing.assert_close(found[120.0], found[100.0])
@@ -151,7 +151,7 @@ def test_each_way_to_build_a_model_has_a_scale(family: Any) -> None:
             each.copy_(built.initial_values(name, 0, each.numel(), 0).view_as(each))
     inputs = Inputs(torch.full((2, 8), 9), positions=torch.arange(8)[None])
     found = built(inputs, frozenset({"embedding", "logit_scale"}))
-    assert found["logit_scale"].tolist() == [0.0]
+    assert found["logit_scale"].tolist() == [1.0]
     assert built.role("logit_scale").part == "head"
     own = config.for_needs(frozenset({"embedding"}))
     assert "logit_scale" not in dict(own.build().named_parameters())

@@ -193,7 +193,7 @@ def test_settings_of_dense_embeddings_are_refused() -> None:
         ({"normalize": True}, "an inverted index compares by dot products. Leave both out"),
         ({"similarity": "cosine"}, "normalize is False and similarity cosine"),
         ({"widths": (4,)}, r"widths are \[4\].* Leave widths out"),
-        ({"margin": 0.1}, "margin is a cosine, and similarity is dot"),
+        ({"margin": 0.1}, "margin is a cosine, and SPLADE compares by products"),
         ({"guide": Guide("teacher")}, "guide is set, which only objective.kind=contrastive has"),
         ({"learn_temperature": True}, "learn_temperature is set"),
         ({"flops_query": -1.0}, "flops_query is -1.0. Use 0 or more"),

@@ -65,7 +65,7 @@ def test_ctrl_c_is_a_request_too(capfd: pytest.CaptureFixture[str]) -> None:
         os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     lines = capfd.readouterr().err
-    assert "on SIGINT, after this step and a checkpoint. Ctrl-C again: at once" in lines
+    assert "on SIGINT, after one of the next steps and a checkpoint. Ctrl-C again: at once" in lines
     assert "the same command repeats steps 11 to 15" in lines
 
 

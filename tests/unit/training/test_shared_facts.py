@@ -54,6 +54,11 @@ def experiment(**sections: Any) -> Experiment:
         ({"training": {"preemption": {"deadline": 30}, "hang_timeout": 10}}, set()),
         ({"output": "elsewhere", "checkpoint": {"folder": "s3://bucket/run"}}, set()),
         ({"data": {"threads": 4, "prefetch": 3, "cache": "here", "cache_size": "1GB"}}, set()),
+        # Where corrupt shards are skipped, ranks count the blocks that threads make ahead.
+        (
+            {"data": {"on_corrupt": "skip", "threads": 4, "prefetch": 3}},
+            {"data.on_corrupt", "data.threads", "data.prefetch"},
+        ),
         ({"tracking": {"tensorboard": {}}}, set()),
     ],
 )

@@ -103,4 +103,13 @@ def test_an_adapter_without_terms_has_those_of_its_base(tmp_path: Path) -> None:
     adapter = weights_in(own, base=weights_in(tmp_path, hub="hf://ada/bert"))
     assert terms_of(adapter) == {"license": "mit", "base_model": "ada/bert"}
     (own / "README.md").write_text("---\nlicense: gpl-3.0\n---\n")
-    assert terms_of(adapter) == {"license": "gpl-3.0"}
+    assert terms_of(adapter) == {"license": "gpl-3.0", "base_model": "ada/bert"}
+    # As PEFT writes it: the license of the base stands.
+    (own / "README.md").write_text("---\nbase_model: other/name\n---\n")
+    assert terms_of(adapter) == {"license": "mit", "base_model": "other/name"}
+
+
+@pytest.mark.parametrize("escape", ["\\UFFFFFFFF", "\\U00110000", "\\uD800"])
+def test_characters_that_do_not_exist_say_nothing(tmp_path: Path, escape: str) -> None:
+    (tmp_path / "README.md").write_text(f'---\nlicense: "{escape}"\n---\n')
+    assert terms_of(weights_in(tmp_path)) == {}

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -280,8 +279,8 @@ class Step:
         between: Callable[[], int] = lambda: 0,
     ) -> int:
         """Runs both passes under a mode; returns the result of `between`, called between them."""
-        if self.teacher is not None:
-            cast(Taught, objective).attach(self.teacher)
+        if self.teacher is not None and isinstance(objective, Taught):
+            objective.attach(self.teacher)
         with self._fake, mode:
             batch = {
                 # An example is one row: [1, S] becomes [size, S].

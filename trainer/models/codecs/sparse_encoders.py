@@ -32,7 +32,7 @@ def check(
     pooling: Mapping[str, object],
     settings: Mapping[str, object],
 ) -> None:
-    """Rejects a folder whose embeddings are not what `pooling.splade` computes.
+    """Rejects a folder that `pooling.splade` does not compute.
 
     Args:
         file: modules.json, for the message.

@@ -47,6 +47,7 @@ class Extra(nn.Module):
         needs_layers: whether it needs the states of all layers.
         pretraining: the setting that adds it, if fine-tuning leaves it out.
         has_labels: whether its parameters belong to the labels of a task's head.
+        initial_mean: of the initial values of its parameters.
         starts_anew: whether trained weights that a run starts from give it no values.
         lends: prefixes of a new head's parameters -> prefixes of the extra's that they start from.
     """
@@ -60,6 +61,7 @@ class Extra(nn.Module):
     needs_layers: ClassVar[bool] = False
     pretraining: ClassVar[str] = ""
     has_labels: ClassVar[bool] = False
+    initial_mean: ClassVar[float] = 0.0
     starts_anew: ClassVar[bool] = False
     lends: ClassVar[Mapping[str, str]] = MappingProxyType({})
 

@@ -12,9 +12,10 @@ from trainer.models.extras import Extra, HeadInput
 
 
 class LogitScale(Extra):
-    """[1], the logarithm of the scale's change (Radford et al. 2021, section 2.4).
+    """[1], 1 and the logarithm of the scale's change (Radford et al. 2021, section 2.4).
 
-    The scale is exp(logit_scale) / temperature, so 0 is the objective's `temperature`. It is a
+    The scale is exp(logit_scale - 1) / temperature, so 1 is the objective's `temperature`. From 0,
+    optimizers whose steps are shares of a parameter (Adafactor, LAMB) would hardly move it. It is a
     parameter of the model itself, not of a module, and only training reads it.
     """
 
@@ -23,6 +24,7 @@ class LogitScale(Extra):
     trains: ClassVar[Mapping[str, str]] = {"logit_scale": "model.logit_scale=false"}
     pretraining = "model.logit_scale"
     starts_anew = True
+    initial_mean = 1.0
 
     def add_to(self, model: nn.Module) -> None:
         # With one dimension, it has no weight decay.

@@ -58,7 +58,7 @@ def take(x: Tensor, positions: Tensor | None) -> Tensor:
     """Selects positions, int [B, P]: [B, S, D] -> [B, P, D]. None selects all.
 
     Where gathering is slow, it is a product with a 0/1 matrix [B, P, S], if that is not larger than
-    `x`. Then it is also cheap: a layer of width D has at least 12 D / P times its FLOPs.
+    `x`. Then a layer of width D has at least 12 times its FLOPs.
     """
     if positions is None:
         return x

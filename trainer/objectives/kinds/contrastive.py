@@ -92,7 +92,7 @@ class Config(EmbeddingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.temperature > 0:
+        if not 0 < self.temperature < math.inf:
             raise ConfigError(
                 f"temperature is {self.temperature}. Use a number above 0, such as 0.05."
             )
@@ -357,8 +357,8 @@ class Contrastive(SentencePairs, OverBatch):
 
     def _log_scale(self, logit_scale: Tensor) -> Tensor:
         """The logarithm of the learned scale, [1], without a gradient."""
-        # A scale of 20 at the start (temperature 0.05), and a parameter of 0.1: 20 exp(0.1) = 22.1.
-        return (logit_scale.detach() - math.log(self.config.temperature)).clamp(max=_LARGEST)
+        # A scale of 20 at the start (temperature 0.05), and a parameter of 1.1: 20 exp(0.1) = 22.1.
+        return (logit_scale.detach() - 1 - math.log(self.config.temperature)).clamp(max=_LARGEST)
 
     def _beginnings(self, pairs: Tensor) -> list[Tensor]:
         """Embeddings [N, T, D] at each of the widths, ascending."""

@@ -12,6 +12,7 @@ for queries and for passages, with weights that rise over the first steps.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -57,6 +58,8 @@ class Config(contrastive.Config):
     flops_warmup_steps: int = 1000
 
     def __post_init__(self) -> None:
+        if self.margin is not None:
+            raise ConfigError("margin is a cosine, and SPLADE compares by products. Leave it out.")
         super().__post_init__()
         if self.normalize or self.similarity != "dot":
             raise ConfigError(
@@ -72,7 +75,7 @@ class Config(contrastive.Config):
             name = "learn_temperature" if self.guide is None else "guide"
             raise ConfigError(f"{name} is set, which only objective.kind=contrastive has.")
         for name in ("flops_query", "flops_passage", "flops_warmup_steps"):
-            if not getattr(self, name) >= 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}. Use 0 or more.")
 
     def build(self, vocabulary: Vocabulary) -> Task:

@@ -89,10 +89,16 @@ def _with_guide(experiment: Experiment, begun: Tree) -> Experiment:
     pool = before or ("mean" if found is None or found.pool == "splade" else found.pool)
     logger.info("the guide %s pools texts by %r", guide.path, pool)
     prompts = found.settings()["prompts"] if found else {}
-    if prompts not in ({}, objective.prompts):
+    if prompts != (objective.prompts or {}):
         logger.warning(
-            "the guide %s puts the prompts %s before texts, and reads the dataset's as they are",
-            *(guide.path, prompts),
+            "the guide %s was trained with the prompts %s, and reads the dataset's: %s",
+            *(guide.path, prompts, objective.prompts or {}),
+        )
+    if found and (found.lower or found.longest):
+        logger.warning(
+            "the guide %s reads texts of any length as they are written, not of at most %s tokens"
+            "%s",
+            *(guide.path, found.longest or "all", " in lower case" if found.lower else ""),
         )
     guided = replace(objective, guide=replace(guide, pool=pool))
     return replace(experiment, objective=guided)
@@ -207,9 +213,9 @@ def _filled(objective: ObjectiveConfig, values: Mapping[str, Any]) -> ObjectiveC
 
 
 def _fitting(objective: ObjectiveConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings that an objective can take over: of the other of SPLADE and hidden states, two.
+    """The settings that an objective can take over from weights that embed texts.
 
-    Those are the length of texts and the prompts.
+    SPLADE and poolings of hidden states share the length of texts and the prompts only.
     """
     if _is_sparse(objective) == (values.get("pool") == "splade"):
         return values

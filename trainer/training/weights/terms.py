@@ -56,7 +56,7 @@ def terms_of(weights: Weights) -> Terms:
     assert isinstance(weights.folder, Path)
     terms = _read(weights.folder)
     if weights.base is not None:  # an adapter
-        terms = terms or terms_of(weights.base)
+        terms = {**terms_of(weights.base), **terms}
     if weights.hub is not None:
         terms = {**terms, "base_model": name_and_revision(weights.hub)[0]}
     return terms
@@ -68,7 +68,7 @@ def _read(folder: Path) -> Terms:
         text = read_regular(folder / "README.md", _MOST_BYTES).decode("utf-8-sig")
         # All scalars are text, so that the language `no` is not read as false.
         entries = yaml.load(_known_entries(text), Loader=yaml.BaseLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
+    except (OSError, ValueError, OverflowError, yaml.YAMLError, RecursionError):
         return {}
     return _checked(entries)
 
