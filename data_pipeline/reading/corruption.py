@@ -35,6 +35,7 @@ class OwnAnnouncements:
         self._numbers[block] = number
 
     def largest(self, block: int) -> int:
+        # Alone, a replica has announced a block by the time it takes it.
         return self._numbers.pop(block)
 
 

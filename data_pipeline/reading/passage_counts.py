@@ -25,6 +25,7 @@ def count_passages(dataset: Dataset) -> str | None:
     least, most, scored = [], [], False
     for info in (info for each in splits.values() for info in each):
         shard = dataset.read_index(info, labels=True)
+        # int64 [rows, 2]: positives and negatives.
         counts = sizes(shard.passage_start)
         least.append(counts.min(axis=0))
         most.append(counts.max(axis=0))

@@ -166,6 +166,7 @@ def _known(
     if not most:
         return None
     count = chosen.number.shape[1]
+    # With passages 7 3 5, positives 7 2 and K = 3, the row is 7 3 5, 7 2 7.
     found = np.repeat(chosen.number[:, :1], count + most, axis=1)
     found[:, :count] = chosen.number
     for row, (shard, first) in enumerate(zip(shards, (2 * index).tolist(), strict=True)):

@@ -33,6 +33,7 @@ class Halves(EncoderDecoder):
         start = super().start_from(stored)
         if stored.config.encoder_decoder:
             return start
+        # A decoder of 30 layers gives an encoder of 30 and a decoder of 30.
         layers = stored.config.layers
         if (len(self._encoder_layers), len(self.decoder)) != (layers, layers):
             raise ConfigError(

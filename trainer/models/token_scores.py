@@ -240,6 +240,7 @@ def exponentiate_(logits: Tensor, labels: Tensor) -> Softmax:
     if indexes_fast(logits.device):
         labeled = logits.gather(-1, labels[:, None])
     else:
+        # Logits 3 1 2 with the label 2: 0 + 0 + 2.
         labeled = torch.where(_is_label(logits, labels), logits, 0).sum(-1, keepdim=True)
     total = logits.sub_(highest).clamp_(min=_LEAST).exp_().sum(-1, keepdim=True)
     log_total = total.log()

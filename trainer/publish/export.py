@@ -86,6 +86,7 @@ def export_weights(
                 weights.config,
                 parameters_of_part(weights.config, parameters, prefix),
             )
+        # It changes no order of similarities.
         if ours.logit_scale:
             ours = ours.with_settings(logit_scale=False)
             del parameters["logit_scale"]

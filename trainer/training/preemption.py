@@ -172,6 +172,7 @@ class StopRequest:
         self._step, self._checkpointer = step, checkpointer
         if not self.shares:
             self.agreed = self.asked is not None
+        # On a GPU, the sums of steps 5 and 6 are there after step 6, and the one of step 5 is read.
         while len(self._sums) > self._left:
             self.agreed |= self._sums.popleft()() > 0
         return self.agreed

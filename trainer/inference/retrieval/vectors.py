@@ -209,6 +209,7 @@ class Vectors:
         if self.sparse:
             vectors = vectors.coalesce()  # row by row
             rows, columns = vectors.indices().numpy()
+            # Rows 0 0 2 of three texts have the counts 2 0 1 and the offsets 0 2 2 3.
             counts = np.bincount(rows, minlength=len(vectors))
             # The values come last: a part counts as written once their file exists.
             self._save(self._file(part, ".columns"), columns.astype(np.int32))
@@ -268,10 +269,12 @@ class Vectors:
         columns = self._load(self._file(part, ".columns"), (int(offsets[-1]),), "int32")
         values = self._load(self._file(part), (int(offsets[-1]),), self.number)
         counts = np.diff(offsets)
+        # Another file, or a damaged one, would make numpy read beyond the values.
         if offsets[0] != 0 or (counts < 0).any():
             raise _damaged(self._file(part, ".offsets"), "offsets that do not ascend from 0")
 
         def read(start: int, end: int) -> npt.NDArray[np.float32]:
+            # Rows 1 to 2 of the offsets 0 2 2 3 have the values 2 to 2: row 1 has none, row 2 one.
             own = slice(offsets[start], offsets[end])
             places = columns[own]
             if len(places) and not 0 <= places.min() <= places.max() < self.width:

@@ -262,6 +262,7 @@ class Contrastive(SentencePairs, OverBatch):
         if self.config.known_positives:
             passages = labels_of(examples).passages
             assert passages is not None, "the layout asks for them"
+            # 48 bits as two numbers that fp32 holds, as for texts below.
             both = np.stack((passages % 2**24, passages // 2**24), 2)
             batch["passages"] = both.reshape(len(passages), -1).astype(np.int32)
         # Six bytes of a digest are two numbers of 24 bits, which fp32 holds exactly: the table of
@@ -386,10 +387,12 @@ class Contrastive(SentencePairs, OverBatch):
         if self._numbers:
             passages = columns.passages.unbind(1)
             candidates = torch.cat(passages[: self.texts - 1])
-            # Each candidate beside the positives of each row, one after the other.
+            # Each candidate beside the positives of each row, one after the other: a comparison with
+            # all K at once would be K times as large.
             for positive in passages[self.texts - 1 :]:
                 masked |= (positive[:, None] == candidates).all(-1)
         masked = masked & ~torch.eye(*masked.shape, dtype=torch.bool, device=texts.device)
+        # If column j is no candidate for row i, the first text of row i is none for column j.
         both = masked, masked[:, :rows].mT
         if (guide := self.config.guide) is None:
             return both
@@ -434,6 +437,7 @@ class Contrastive(SentencePairs, OverBatch):
         count, distance = anchor.sum(), torch.zeros_like(nll)
         means = {}
         if logit_scale is not None:
+            # Each row has an equal share of the slope: those of all micro-batches add up to it.
             total = total + (logit_scale * of_scale[0]).sum() / totals["examples"]
             temperature = (-self._log_scale(logit_scale)).exp().sum()
             means["temperature"] = (temperature * count, count)

@@ -108,6 +108,7 @@ class Splade(contrastive.Contrastive):
         pairs, anchor, weights = columns.pairs, columns.anchor, columns.weights
         # [T, V]: of each text of a row, the mean over the rows that do not only pad the batch.
         shares = weights / weights.sum().clamp(min=1)
+        # Numbers 1 and 3 of a vocabulary entry in two rows have the mean 2, and its square is 4.
         means = (shares @ pairs.flatten(1)).view(pairs.shape[1:])
         query, passage = means[:1], means[1:].mean(0, keepdim=True)
         # d/de of sum_j mean_j^2 is 2 mean_j / (number of texts): the mean of a row's passages has
@@ -118,6 +119,7 @@ class Splade(contrastive.Contrastive):
         )
         own = found[:, : slope.numel()].view(len(found), *slope.shape)
         own.addcmul_(shares[:, None, None], slope, value=2)
+        # Of [0, 0.7, 0, 1.2], 2.
         active = (pairs > 0).sum(-1).float()
         values = torch.stack((query.square().sum(), passage.square().sum())).expand(len(table), 2)
         return torch.cat((values, active[:, :1], active[:, 1:].mean(1, keepdim=True), found), 1)

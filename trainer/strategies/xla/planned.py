@@ -71,6 +71,7 @@ class XlaOperators(TorchFunctionMode):
         is_bias = attn_mask is not None and attn_mask.is_floating_point()
         shortest = self._flash_from
         if shortest is not None and not is_bias and flash.fits(query, key, shortest):
+            # Heads of 64 are padded to 128, so they take twice the memory.
             width = query.shape[-1]
             query, key, value = (
                 F.pad(each, (0, -width % flash.LANES)) for each in (query, key, value)

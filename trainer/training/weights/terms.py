@@ -57,6 +57,7 @@ def terms_of(weights: Weights) -> Terms:
     terms = _read(weights.folder)
     if weights.base is not None:  # an adapter
         terms = {**terms_of(weights.base), **terms}
+    # A folder of the Hub is itself what an export was made from.
     if weights.hub is not None:
         terms = {**terms, "base_model": name_and_revision(weights.hub)[0]}
     return terms
