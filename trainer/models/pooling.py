@@ -40,6 +40,7 @@ def splade(logits: Tensor, texts: Tensor) -> Tensor:
     Args:
         texts: as for `pool`.
     """
+    # A single text in each row, as in use.
     if texts.ndim == 2:
         return splade(logits, texts[:, None])[:, 0]
     # log(1 + relu(x)) does not fall, so the maximum can be taken first. For its gradient, only the

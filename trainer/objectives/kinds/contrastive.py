@@ -387,8 +387,9 @@ class Contrastive(SentencePairs, OverBatch):
         if self._numbers:
             passages = columns.passages.unbind(1)
             candidates = torch.cat(passages[: self.texts - 1])
-            # Each candidate beside the positives of each row, one after the other: a comparison with
-            # all K at once would be K times as large.
+            # Each candidate beside the positives of each row, one after the other: a comparison
+            # with all K at once would be K times as large.
+            # Passages 7, 3 and 9 as candidates and 3, 7 as positives mask the first two.
             for positive in passages[self.texts - 1 :]:
                 masked |= (positive[:, None] == candidates).all(-1)
         masked = masked & ~torch.eye(*masked.shape, dtype=torch.bool, device=texts.device)
