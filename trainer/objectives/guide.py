@@ -21,7 +21,7 @@ class Guide:
     Attributes:
         path: of the encoder, as for `init_from`; it has the same tokenizer and is not trained. Each
             device holds all of it.
-        margin: what is taken from the cosine of the right pair.
+        margin: subtracted from the cosine of the right pair.
         relative: whether the margin is a share of the right cosine's absolute value: with 0.05 and
             a right cosine of 0.8, candidates above 0.76 are masked.
         pool: as the objective's; null is the value of the weights in `path`, else the mean.

@@ -1,4 +1,4 @@
-"""What ranks tell each other about a block of batches, through the store of the run.
+"""Messages between ranks about blocks of batches, through the store of the run.
 
 A collective before each step would make all ranks wait for each other, and gloo's takes 2 (N - 1)
 messages one after another. Here each rank sends two messages for a block, and none waits for

@@ -167,7 +167,7 @@ class Config(EmbeddingConfig):
 
 
 class _Columns(NamedTuple):
-    """What other rows need of each row.
+    """The values of each row that other rows need.
 
     Attributes:
         pairs: embeddings, [N, T, D].

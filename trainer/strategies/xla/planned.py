@@ -19,7 +19,7 @@ from trainer.strategies.xla import flash
 
 
 class XlaOperators(TorchFunctionMode):
-    """Makes operators on tensors of the CPU keep what loops of layers keep on a TPU.
+    """Makes operators on tensors of the CPU keep the tensors that loops of layers keep on a TPU.
 
     - Layer norms keep their output before weight and bias, besides their input: torch-xla computes
       them by batch norm and a product.

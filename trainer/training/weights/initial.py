@@ -116,7 +116,7 @@ def stored_values(
 
 
 def _log_sources(model: Model, sources: Mapping[str, str], lent: Container[str]) -> None:
-    """Says what is not taken over under its own name, so that a mistaken init_from shows."""
+    """Logs parameters from other sources than their names, so that a mistaken init_from shows."""
     moved = [name for name, source in sources.items() if source != name or name in lent]
     of_head = [name for name in moved if model.role(name).part not in ("layer", "shared")]
     if of_head:

@@ -53,7 +53,7 @@ def pooling_of(weights: Weights, pool: TextPool | None = None) -> Pooling | None
 def with_pooling(experiment: Experiment, begun: Tree) -> Experiment:
     """Replaces null in settings of pooling by values of `init_from`, of prompts by the dataset's.
 
-    The pooling of a guide is that of its own weights. A run that has begun keeps its own.
+    A guide is pooled as its own weights are. A run that has begun keeps its own.
 
     Args:
         begun: the settings of the run so far; {} if it is new.
@@ -105,7 +105,7 @@ def _with_guide(experiment: Experiment, begun: Tree) -> Experiment:
 
 
 def _check_head(experiment: Experiment) -> None:
-    """Rejects SPLADE from weights without a head, whose logits would be noise."""
+    """Rejects SPLADE from weights without a head: the logits of a new one would be noise."""
     objectives = (experiment.objective, *(phase.objective for phase in experiment.phases))
     if experiment.init_from is None or not any(map(_is_sparse, objectives)):
         return

@@ -75,7 +75,7 @@ def _read(folder: Path) -> Terms:
 
 
 def _checked(entries: object) -> Terms:
-    """The entries of known keys whose values have known forms."""
+    """The entries with known keys and values of known forms."""
     if not isinstance(entries, dict):
         return {}
     terms: dict[str, str | list[str]] = {}
