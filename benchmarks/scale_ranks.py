@@ -6,7 +6,6 @@ there, in PyTorch's fake process group. The store's clients are threads of one p
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import signal
@@ -70,7 +69,7 @@ def _step(strategy: Strategy) -> int:
     count = 0
     with StopRequest(Preemption(signals=())) as stop:
         stop.join(strategy.world)
-        shared = functools.partial(stop.all_reduce, strategy)
+        shared = partial(stop.all_reduce, strategy)
         for number in range(2):
             with torch.profiler.profile(activities=[_CPU]) as profile:
                 accumulate_gradients(model, objective, strategy, [batch], all_reduce=shared)

@@ -194,15 +194,23 @@ def test_costs_of_scale_are_measured_and_drawn(tmp_path, monkeypatch, capsys) ->
     """The smallest sizes, in this process."""
     for module in (scale_data, scale_checkpoints, scale_runs):
         monkeypatch.setattr(module, "in_fresh_process", lambda work, *args: work(*args))
-    sizes = scale.Sizes((40, 80), (60,), (2, 3), (2,), (10,), (2,), (1,), 60.0)
+    sizes = scale.Sizes((40, 80), (60,), (2, 3), (2,), (10,), (2,), (1,), (), (), 60.0)
     monkeypatch.setattr(scale, "QUICK", sizes)
     monkeypatch.setattr(scale, "_C4", (60, 4))
     monkeypatch.setattr(scale_data, "DOCUMENTS", 4)
     monkeypatch.setattr(scale_checkpoints, "TENSORS", 3)
     out = tmp_path / "out.json"
-    scale.main(["--plots", str(tmp_path / "plots"), "--json", str(out)])
+    parts = ["--only", "data", "checkpoints", "runs"]
+    scale.main([*parts, "--plots", str(tmp_path / "plots"), "--json", str(out)])
     measured = json.loads(out.read_text())["measured"]
     assert len(measured) == len(list((tmp_path / "plots").glob("*.png"))) == 7
     costs = [cost for costs in measured.values() for cost in costs]
     assert all(value > 0 for cost in costs for value in cost["measured"].values())
     assert capsys.readouterr().out.count("| exponent |") == 7
+
+
+@pytest.mark.long
+def test_collectives_of_a_step_do_not_depend_on_the_number_of_ranks() -> None:
+    few, many = scale_ranks.steps_of(8), scale_ranks.steps_of(256)
+    assert few == many
+    assert few["FSDP2: process groups of a rank"] == 1
