@@ -27,6 +27,7 @@ from benchmarks import (
     scale,
     scale_checkpoints,
     scale_data,
+    scale_ranks,
     scale_runs,
     stream,
 )
