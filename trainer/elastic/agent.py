@@ -270,8 +270,8 @@ class _Agent:
             self._kill_within(_LEAVE_SECONDS)
         elif event == "joined" and not self._regrouping and self._stop is None:
             logger.info(
-                "another machine has joined: starting again with it, after this step and a "
-                "checkpoint"
+                "another machine has joined: starting again with it, after one of the next steps "
+                "and a checkpoint"
             )
             self._regrouping = True
             if self._preemption:

@@ -278,7 +278,7 @@ def test_a_port_that_is_taken(join: Join, monkeypatch: pytest.MonkeyPatch, greet
 
 @pytest.mark.parametrize(
     ("limits", "raised"),
-    [((256, 4096), (316, 4096)), ((1024, 4096), None), ((256, -1), (316, -1)), ((-1, -1), None)],
+    [((256, 4096), (326, 4096)), ((1024, 4096), None), ((256, -1), (326, -1)), ((-1, -1), None)],
 )
 def test_the_limit_on_open_files_is_raised_for_the_ranks(
     join: Join,
@@ -301,7 +301,7 @@ def test_more_ranks_than_the_system_allows_files_are_refused(
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 285))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
     (alone,) = agents(1, 1, 1)
-    match = r"10 ranks need 286 to 316 open files on .* limit is 285 \(hard: 285\)\."
+    match = r"10 ranks need 286 to 326 open files on .* limit is 285 \(hard: 285\)\."
     with pytest.raises(LaunchError, match=match):
         join(alone, 10).result(5)
 
@@ -319,7 +319,7 @@ def test_a_system_that_does_not_raise_its_limit_on_files_does_not_end_the_rendez
     (alone,) = agents(1, 1, 1)
     assert join(alone, 10).result(5) is not None
     (alone,) = agents(1, 1, 1)
-    with pytest.raises(LaunchError, match="12 ranks need 292 to 328") as refused:
+    with pytest.raises(LaunchError, match="12 ranks need 292 to 340") as refused:
         join(alone, 12).result(5)
     assert "its limit is 290 (hard: inf)" in str(refused.value)
 

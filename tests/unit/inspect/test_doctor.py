@@ -53,8 +53,8 @@ def test_a_healthy_machine_has_no_failures_and_processes_really_meet():
 @pytest.mark.parametrize(
     ("limits", "state", "ranks"),
     [
-        ((1024, 1048576), "ok", "host 174,720 ranks, and 256 under torchrun"),
-        ((1024, 4096), "warning", "host 640 ranks, and 256 under torchrun"),
+        ((1024, 1048576), "ok", "host 149,760 ranks, and 256 under torchrun"),
+        ((1024, 4096), "warning", "host 548 ranks, and 256 under torchrun"),
         ((math.inf, math.inf), "ok", "host any number of ranks"),
     ],
 )
