@@ -195,6 +195,30 @@ def write_experiment(kind: str, folder: Path, checkpoint: Path, steps: int = 60)
     return _write_yaml(folder / f"{kind}.yaml", tree)
 
 
+def retrieval(
+    folder: Path, rows: Rows, train: int, tokenizer: Path, length: int, **sections: Any
+) -> dict[str, Any]:
+    """Builds a dataset of retrieval, and gives an experiment on it, of a new model.
+
+    Args:
+        train: number of rows to train on; the others are held out.
+        length: `data.sequence_length`.
+        sections: of the experiment.
+    """
+    source = {
+        "kind": "retrieval",
+        "paths": [str(write(folder / "train.jsonl", rows[:train]))],
+        "heldout": [str(write(folder / "dev.jsonl", rows[train:]))],
+    }
+    dataset = build_rows(folder, source, tokenizer)
+    tree: dict[str, Any] = yaml.safe_load(
+        write_experiment("regression", folder, folder).read_text()
+    )
+    del tree["init_from"]
+    tree["data"] |= {"path": str(dataset), "sequence_length": length}
+    return tree | sections
+
+
 def tune(kind: str, folder: Path, checkpoint: Path, tokenizer: Path, *overrides: str) -> Path:
     """Builds the data of a task and fine-tunes a checkpoint on it, beside each other.
 

@@ -313,9 +313,7 @@ def test_negatives_are_those_of_the_whole_batch_at_any_world_size(
 
 
 @pytest.fixture(scope="module")
-def retrieval(
-    finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def retrieval(dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An experiment on rows with hard negatives, a smaller model, and dropout."""
     folder = tmp_path_factory.mktemp("retrieval")
     found = pairs(240)
@@ -328,19 +326,11 @@ def retrieval(
         for number, row in enumerate(found)
         if row["label"] == "same"
     ]
-    source = {
-        "kind": "retrieval",
-        "paths": [str(tasks.write(folder / "train.jsonl", rows[:120]))],
-        "heldout": [str(tasks.write(folder / "dev.jsonl", rows[120:]))],
-    }
-    dataset = tasks.build_rows(folder, source, dataset_folder / "tokenizer")
-    file = tasks.write_experiment("regression", folder, finished_run)
-    tree = yaml.safe_load(file.read_text())
-    del tree["init_from"]
-    tree["model"] = STUDENT
-    tree["data"] |= {"path": str(dataset), "sequence_length": 80}
     lengths = {"query_length": 14, "passage_length": 16}
-    tree["objective"] = {"kind": "contrastive", "negatives": 3, **lengths}
+    objective = {"kind": "contrastive", "negatives": 3, **lengths}
+    tokenizer = dataset_folder / "tokenizer"
+    tree = tasks.retrieval(folder, rows, 120, tokenizer, 80, model=STUDENT, objective=objective)
+    file = folder / "retriever.yaml"
     file.write_text(yaml.safe_dump(tree))
     return file
 

@@ -33,9 +33,7 @@ QUIET = ["training.evaluate_every=null", "schedule.warmup_steps=0"]
 
 
 @pytest.fixture(scope="module")
-def folder(
-    finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def folder(dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows of retrieval with hard negatives, an experiment, and a guide of two steps."""
     folder = tmp_path_factory.mktemp("false_negatives")
     texts = pairs(120)
@@ -48,20 +46,13 @@ def folder(
         for number, row in enumerate(texts)
         if row["label"] == "same"
     ]
-    source = {
-        "kind": "retrieval",
-        "paths": [str(tasks.write(folder / "train.jsonl", rows[:60]))],
-        "heldout": [str(tasks.write(folder / "dev.jsonl", rows[60:]))],
+    lengths = {"query_length": 14, "passage_length": 16}
+    sections = {
+        "model": STUDENT,
+        "objective": {"kind": "contrastive", "negatives": 2, **lengths},
+        "output": str(folder / "guide"),
     }
-    dataset = tasks.build_rows(folder, source, dataset_folder / "tokenizer")
-    file = tasks.write_experiment("regression", folder, finished_run)
-    tree = yaml.safe_load(file.read_text())
-    del tree["init_from"]
-    tree["model"] = STUDENT
-    tree["data"] |= {"path": str(dataset), "sequence_length": 62}
-    tree["objective"] = {"kind": "contrastive", "negatives": 2}
-    tree["objective"] |= {"query_length": 14, "passage_length": 16}
-    tree["output"] = str(folder / "guide")
+    tree = tasks.retrieval(folder, rows, 60, dataset_folder / "tokenizer", 62, **sections)
     tree["training"]["steps"] = 2
     tree["schedule"]["warmup_steps"] = 0
     file = folder / "retriever.yaml"

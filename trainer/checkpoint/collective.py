@@ -72,6 +72,15 @@ def on_all_ranks(call: Callable[[], T], world_size: int) -> T:
     return results[0]
 
 
+def on_first_rank(call: Callable[[], T], rank: int, world_size: int) -> T:
+    """Returns rank 0's result of a call on all ranks; raises on all if it has failed."""
+    results: list[T] = []
+    with raise_on_all_ranks(world_size):
+        if rank == 0:
+            results.append(call())
+    return gather(results, world_size)[0][0]
+
+
 def await_everywhere(path: Location, seconds: float, world_size: int) -> None:
     """Waits until all ranks see a file or folder that rank 0 has made.
 

@@ -161,11 +161,17 @@ class TextEncoder:
             self.longest = min(self.longest, length - special)
 
     def check_pool(self, pool: str) -> None:
-        """Rejects the first token of a causal model, which has seen nothing but itself.
+        """Rejects a pooling of what the model does not compute.
 
         Raises:
-            ConfigError: with another pooling.
+            ConfigError: the first token of a causal model has seen nothing but itself, or SPLADE
+                lacks a head that predicts masked tokens.
         """
+        if pool == "splade" and "tokens" not in self.model.offers:
+            raise ConfigError(
+                "SPLADE needs a head that predicts masked tokens, and this model has none. Use a "
+                "run of objective splade, or a folder of SparseEncoder."
+            )
         if pool == "first" and not self.sees_all:
             raise ConfigError(
                 "--pool first needs a model whose first token attends to the whole text, and this "
@@ -219,22 +225,15 @@ class TextEncoder:
         return real, {number: found[name] for name, number in names.items()}
 
     @torch.no_grad()
-    def logits(self, texts: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
-        """Computes logits of all positions: bool [B, S], False for padding, and [B, S, V].
+    def output(self, texts: Sequence[Tokens], name: str) -> tuple[Tensor, Tensor]:
+        """Computes an output: bool [B, S], False for padding, and [B, S, D] or logits [B, S, V].
 
         Args:
             texts: from `prepare`.
-
-        Raises:
-            ConfigError: the model has no head that predicts masked tokens.
+            name: see `trainer.models.pooling.output_of`.
         """
-        if "tokens" not in self.model.offers:
-            raise ConfigError(
-                "SPLADE needs a head that predicts masked tokens, and this model has none. Use a "
-                "run of objective splade, or a folder of SparseEncoder."
-            )
-        real, found = self._run(texts, frozenset({"tokens"}))
-        return real, found["tokens"]
+        real, found = self._run(texts, frozenset({name}))
+        return real, found[name]
 
     @torch.no_grad()
     def attention(self, texts: Sequence[Tokens], layers: Sequence[int]) -> Tensor:

@@ -218,7 +218,9 @@ class TransformerModel(Model):
             last = min(max(stop, part * size), (part + 1) * size)
             bound = config.normal_bound
             parts.append(initial_values(name, first, last, seed=seed, std=std, bound=bound))
-        values = torch.cat(parts) + (0.0 if extra is None else extra.initial_mean)
+        values = torch.cat(parts)
+        if extra is not None:
+            values += extra.initial_mean
         if (row := config.zero_row(name)) is not None:
             # Elements [row * width, (row + 1) * width) of the table, counted from `start`.
             first, last = (max(0, at * shape[1] - start) for at in (row, row + 1))

@@ -31,18 +31,20 @@ def positions_at_a_time(how: TextPool, vocab_size: int, most: int) -> int:
     return min(most, max(1, _LOGITS // vocab_size)) if how == "splade" else most
 
 
+def output_of(how: TextPool, layers: int) -> str:
+    """The output of a model with this number of layers that is pooled."""
+    return "tokens" if how == "splade" else f"layer.{layers}"
+
+
 def splade(logits: Tensor, texts: Tensor) -> Tensor:
-    """Pools logits of tokens [B, S, V] to sparse embeddings [B, T, V], or [B, V].
+    """Pools logits of tokens [B, S, V] to sparse embeddings, float32 [B, T, V].
 
     The number of vocabulary entry j is max_i log(1 + relu(logit_ij)) over the positions i of the
     text (Formal et al. 2021, "SPLADE v2", arXiv 2109.10086, equation 6).
 
     Args:
-        texts: as for `pool`.
+        texts: bool [B, T, S], as for `pool`.
     """
-    # A single text in each row, as in use.
-    if texts.ndim == 2:
-        return splade(logits, texts[:, None])[:, 0]
     # log(1 + relu(x)) does not fall, so the maximum can be taken first. For its gradient, only the
     # positions [B, V] are kept then, instead of [B, S, V]. One text at a time, as all at once would
     # be T copies of the logits.
@@ -52,15 +54,19 @@ def splade(logits: Tensor, texts: Tensor) -> Tensor:
     return torch.stack(highest, 1).float().relu().log1p()
 
 
-def pool(hidden: Tensor, texts: Tensor, how: Pool) -> Tensor:
-    """Pools hidden states [B, S, D] to embeddings [B, T, D], or [B, D] with one text in a row.
+def pool(states: Tensor, texts: Tensor, how: TextPool) -> Tensor:
+    """Pools an output to embeddings, float32 [B, T, D], or [B, D] with one text in a row.
 
     Args:
+        states: hidden states [B, S, D], or for SPLADE logits; see `output_of`.
         texts: bool [B, T, S] or [B, S], the positions of each text, special tokens included; False
             for padding.
     """
     if texts.ndim == 2:
-        return pool(hidden, texts[:, None], how)[:, 0]
+        return pool(states, texts[:, None], how)[:, 0]
+    if how == "splade":
+        return splade(states, texts)
+    hidden = states.float()
     # Padding must not count: the maximum of a padded position could be the highest.
     if how == "max":
         return hidden[:, None].masked_fill(~texts[..., None], -torch.inf).amax(2)

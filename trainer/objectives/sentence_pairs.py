@@ -13,7 +13,7 @@ from samestep.errors import ConfigError
 from samestep.examples import Batch, Examples, Vocabulary
 from trainer.accelerators.kernels import without_autocast
 from trainer.models.inputs import Inputs
-from trainer.models.pooling import ROLES, Pool, Similarity, pool
+from trainer.models.pooling import ROLES, Pool, Similarity, TextPool, pool
 from trainer.objectives import ObjectiveConfig, Tensors
 from trainer.objectives.rows import Float32
 from trainer.objectives.task_rows import RowTask, single_labels
@@ -119,13 +119,13 @@ class SentencePairs(RowTask):
         hidden = model(Inputs.of(batch), frozenset({"embedding"}))["embedding"]
         return self.pool_texts(hidden, batch, self.config.pool)
 
-    def pool_texts(self, hidden: Tensor, batch: Tensors, how: Pool | None) -> Tensor:
+    def pool_texts(self, states: Tensor, batch: Tensors, how: TextPool | None) -> Tensor:
         """The embeddings of the texts in each row's states: [B, S, D] -> float32 [B, T, D]."""
         segments = batch["segments"][:, None, :]
         number = torch.arange(1, self.texts + 1, device=segments.device)[:, None]
         # Under autocast the mean, a matrix product, would have 8 bits.
-        with without_autocast(hidden.device):
-            return pool(hidden.float(), segments == number, how or "mean")
+        with without_autocast(states.device):
+            return pool(states, segments == number, how or "mean")
 
     def comparable(self, embedded: Tensor) -> Tensor:
         """Embeddings [..., D] as vectors whose products are their similarities."""

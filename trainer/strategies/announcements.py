@@ -62,14 +62,20 @@ class Announcements:
         return int(self._results.get(f"{block}/largest"))
 
 
-def open_announcements(store: Store, opened: list[Store], ranks: int, ahead: int) -> Announcements:
-    """Opens the announcements of a loader. All ranks open their loaders in one order.
+class Announcer:
+    """Opens the announcements of loaders, for which all ranks open their loaders in one order.
 
     Args:
-        store: of the run.
-        opened: another connection to it, for each loader so far; one is added.
-        ahead: number of blocks that the loader makes before it needs them.
+        store: of the run. One more connection to it serves all loaders.
+        ranks: their number.
     """
-    # One more connection, for all loaders.
-    opened.append(opened[0] if opened else store.clone())  # type: ignore[attr-defined]
-    return Announcements(store, opened[0], f"loader {len(opened)}", ranks, ahead)
+
+    def __init__(self, store: Store, ranks: int) -> None:
+        self._store, self._ranks, self._loaders = store, ranks, 0
+        self._announcing: Store = store.clone()  # type: ignore[attr-defined]
+
+    def open(self, ahead: int) -> Announcements:
+        """Opens the next loader's, which makes this number of blocks ahead of need."""
+        self._loaders += 1
+        name = f"loader {self._loaders}"
+        return Announcements(self._store, self._announcing, name, self._ranks, ahead)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from trainer.strategies.agreement import Facts
-    from trainer.strategies.announcements import Announcements, Settings
+    from trainer.strategies.announcements import Announcements, Announcer, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +62,15 @@ class World:
         size: number of ranks.
         store: the key-value store of all ranks; None for a single process without a launcher.
         timeout: for the rendezvous and for each collective.
-        announcing: connections to the store, see `announcements`.
     """
 
     rank: int
     size: int
     store: Store | None
     timeout: timedelta
-    announcing: list[Store] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
     _watchers: list[threading.Thread] = field(default_factory=list)
+    _announcer: list[Announcer] = field(default_factory=list)  # once a loader needs it
     _devices: list[torch.device] = field(default_factory=list)  # once they are connected
     _connecting: threading.Event = field(default_factory=threading.Event)
     _reached: set[str] = field(default_factory=set)  # hosts that have answered, see `unreachable`
@@ -175,9 +174,11 @@ class World:
     def announcements(self, data: Settings) -> Announcements | None:
         """Opens the ranks' announcements about blocks of the next loader; None if it needs none."""
         if data.on_corrupt == "skip" and self.store is not None and self.size > 1:
-            from trainer.strategies.announcements import open_announcements
+            from trainer.strategies.announcements import Announcer
 
-            return open_announcements(self.store, self.announcing, self.size, data.blocks_ahead)
+            if not self._announcer:
+                self._announcer.append(Announcer(self.store, self.size))
+            return self._announcer[0].open(data.blocks_ahead)
         return None
 
     def new_group(

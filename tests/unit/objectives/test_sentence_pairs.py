@@ -103,6 +103,29 @@ def contrastive_loss(
     return torch.stack(losses).mean()
 
 
+def losses_of(
+    objective: Any, built: Any, batch: dict[str, Tensor], parts: list[int]
+) -> tuple[list[Any], Tensor]:
+    """The losses of a batch in micro-batches of these rows, and the number of its anchors.
+
+    Their gradients are added to the parameters.
+    """
+    batches = [
+        dict(zip(batch, values, strict=True))
+        for values in zip(*(torch.split(each, parts) for each in batch.values()), strict=True)
+    ]
+    with torch.no_grad():
+        table = torch.cat([objective.summary(built, each) for each in batches])
+    columns = torch.split(objective.over_batch(table), parts)
+    anchors = torch.tensor(sum(objective.weights(each)["examples"] for each in batches))
+    losses = []
+    for each, own in zip(batches, columns, strict=True):
+        loss = objective.loss(built, {**each, "over_batch": own}, {"examples": anchors})
+        loss.total.backward()
+        losses.append(loss)
+    return losses, anchors
+
+
 def assert_is_loss(
     objective: Any,
     built: Any,
@@ -112,21 +135,9 @@ def assert_is_loss(
     anchors: int,
 ) -> None:
     """Compares loss and gradients of a batch, in micro-batches of these rows, with a loss."""
-    batches = [
-        dict(zip(batch, values, strict=True))
-        for values in zip(*(torch.split(each, parts) for each in batch.values()), strict=True)
-    ]
-    with torch.no_grad():
-        table = torch.cat([objective.summary(built, each) for each in batches])
-    columns = torch.split(objective.over_batch(table), parts)
-    weights = [objective.weights(each)["examples"] for each in batches]
-    totals = {"examples": torch.tensor(sum(weights))}
-    assert totals["examples"] == anchors
-    value = count = 0.0
-    for each, own in zip(batches, columns, strict=True):
-        loss = objective.loss(built, {**each, "over_batch": own}, totals)
-        loss.total.backward()
-        value, count = value + loss.metrics["loss"][0], count + loss.metrics["loss"][1]
+    losses, total = losses_of(objective, built, batch, parts)
+    assert total == anchors
+    value, count = (sum(loss.metrics["loss"][place] for loss in losses) for place in (0, 1))
     assert count == anchors
     assert float(value / count) == pytest.approx(expected.item(), rel=1e-5)
     found = {name: each.grad for name, each in built.named_parameters()}

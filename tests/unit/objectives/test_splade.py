@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import ConfigError
-from tests.unit.objectives.test_sentence_pairs import VOCABULARY, retrieval, tensors
+from tests.unit.objectives.test_sentence_pairs import VOCABULARY, losses_of, retrieval, tensors
 from tests.unit.objectives.tiny_bert import tiny_bert
 from trainer.models.codecs import codec_of
-from trainer.models.pooling import splade
+from trainer.models.pooling import pool
 from trainer.objectives.guide import Guide
 from trainer.objectives.kinds import splade as kind
 
@@ -75,18 +75,8 @@ def step(
     objective: Any, built: Any, batch: dict[str, Tensor], parts: list[int]
 ) -> dict[str, float]:
     """Gradients of a batch in micro-batches of these rows; returns the means of its metrics."""
-    batches = [
-        dict(zip(batch, values, strict=True))
-        for values in zip(*(torch.split(each, parts) for each in batch.values()), strict=True)
-    ]
-    with torch.no_grad():
-        table = torch.cat([objective.summary(built, each) for each in batches])
-        columns = torch.split(objective.over_batch(table), parts)
-    total = torch.tensor(sum(objective.weights(each)["examples"] for each in batches))
     sums: dict[str, list[Tensor]] = {}
-    for each, own in zip(batches, columns, strict=True):
-        loss = objective.loss(built, {**each, "over_batch": own}, {"examples": total})
-        loss.total.backward()
+    for loss in losses_of(objective, built, batch, parts)[0]:
         for name, values in loss.metrics.items():
             sums.setdefault(name, []).append(torch.stack(values).detach())
     means = {name: sum(values) for name, values in sums.items()}
@@ -178,14 +168,14 @@ def test_the_maximum_is_of_the_positions_of_a_text() -> None:
     texts = torch.zeros(2, 3, 7, dtype=torch.bool)
     texts[:, 0, :3] = texts[:, 1, 3:5] = True
     texts[0, 2, 5:] = True  # the other row has no third text
-    found = splade(logits, texts)
+    found = pool(logits, texts, "splade")
     for row in range(2):
         for text, (first, end) in enumerate(((0, 3), (3, 5), (5, 7))[: 3 - row]):
             expected = logits[row, first:end].relu().log1p().amax(0)
             torch.testing.assert_close(found[row, text], expected)
     assert not found[1, 2].any()
-    torch.testing.assert_close(splade(logits, texts[:, 0]), found[:, 0])
-    assert splade(logits.bfloat16(), texts).dtype == torch.float32
+    torch.testing.assert_close(pool(logits, texts[:, 0], "splade"), found[:, 0])
+    assert pool(logits.bfloat16(), texts, "splade").dtype == torch.float32
 
 
 def test_settings_of_dense_embeddings_are_refused() -> None:

@@ -70,6 +70,15 @@ def test_of_those_in_no_collective_the_one_behind_is_to_blame():
     )
 
 
+def test_who_waits_for_the_device_has_evaluated_and_not_saved():
+    beats = [
+        {"rank": rank, "doing": doing, "collective": ""}
+        for rank, doing in enumerate(("evaluation", "waiting for the device", "checkpoint"))
+    ]
+    assert explain(ranks(*beats), []).startswith("rank 0 ")
+    assert explain(ranks(*beats[1:]), []).startswith("rank 1 ")
+
+
 def test_where_all_wait_all_are_named():
     line = explain(ranks(size=6), [])
     assert line.startswith("rank 0 (node-a, pid 100), rank 1 ")

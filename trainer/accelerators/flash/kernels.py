@@ -19,7 +19,7 @@ j key of S, K head width.
 import triton
 import triton.language as tl
 
-from trainer.accelerators.flash.ranges import count_tiles, key_range, query_range, tile_start
+from trainer.accelerators.flash.ranges import count_tiles, tile_range, tile_start
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 COLUMN = tl.constexpr(0xCFC6B285)  # of trainer/models/layers/dropout.py
@@ -154,8 +154,8 @@ def forward_kernel(
         segment = tl.load(segments + row * queries + i, mask=i < queries, other=0)[:, None]
         key_segments += row * keys
         ranges += (row * blocks + tl.program_id(0) % blocks) * 4
-    low, high, full_low, full_high = key_range(
-        start, ranges, keys, window, BLOCK_T, BLOCK_S, SEGMENTS, CAUSAL, PREFIX, LOCAL
+    low, high, full_low, full_high = tile_range(
+        start, ranges, keys, window, BLOCK_T, BLOCK_S, SEGMENTS, CAUSAL, PREFIX, LOCAL, True
     )
     MASKED: tl.constexpr = SEGMENTS or CAUSAL or LOCAL or not EVEN_S
     unit = 1.0 if BIAS else scale * LOG2_E
@@ -264,8 +264,8 @@ def query_gradient_kernel(
         segment = tl.load(segments + row * queries + i, mask=i < queries, other=0)[:, None]
         key_segments += row * keys
         ranges += (row * blocks + tl.program_id(0) % blocks) * 4
-    low, high, full_low, full_high = key_range(
-        start, ranges, keys, window, BLOCK_T, BLOCK_S, SEGMENTS, CAUSAL, PREFIX, LOCAL
+    low, high, full_low, full_high = tile_range(
+        start, ranges, keys, window, BLOCK_T, BLOCK_S, SEGMENTS, CAUSAL, PREFIX, LOCAL, True
     )
     if BIAS_GRADIENT:
         columns = tl.arange(0, BLOCK_S)
@@ -369,8 +369,8 @@ def key_gradient_kernel(
         key_segment = tl.load(key_segments + row * keys + j, mask=j < keys, other=0)[:, None]
         segments += row * queries
         ranges += (row * blocks + tl.program_id(0) % blocks) * 4
-    low, high, full_low, full_high = query_range(
-        start, ranges, queries, window, BLOCK_T, BLOCK_S, SEGMENTS, CAUSAL, PREFIX, LOCAL
+    low, high, full_low, full_high = tile_range(
+        start, ranges, queries, window, BLOCK_S, BLOCK_T, SEGMENTS, CAUSAL, PREFIX, LOCAL, False
     )
     # Keys that do not exist need no mask: their gradients are not stored.
     MASKED: tl.constexpr = SEGMENTS or CAUSAL or LOCAL

@@ -56,60 +56,38 @@ def range_kernel(
 
 
 @triton.jit
-def key_range(
-    start, ranges, keys, window,
-    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+def tile_range(
+    start, ranges, length, window, BLOCK: tl.constexpr, OTHER: tl.constexpr,
     SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, PREFIX: tl.constexpr, LOCAL: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The keys that some query from `start` on may attend to, and those that all may attend to.
+    """The keys that some query of a block may attend to, and those that all may attend to.
 
-    The former begins at a multiple of BLOCK_S.
+    Without KEYS, the queries that may attend to some key of a block, and to all. The block has
+    BLOCK positions from `start` on. The first range begins at a multiple of OTHER, the size of
+    blocks on the other side, which has `length` positions.
     """
     low = 0
-    high = keys
+    high = length
     full_low = 0
-    full_high = keys
+    full_high = length
     if CAUSAL:
-        full_high = tl.minimum(full_high, start + 1)
-        if not PREFIX:
-            high = tl.minimum(high, start + BLOCK_T)
+        if KEYS:
+            full_high = tl.minimum(full_high, start + 1)
+            if not PREFIX:
+                high = tl.minimum(high, start + BLOCK)
+        else:
+            full_low = start + BLOCK - 1
+            if not PREFIX:
+                low = start // OTHER * OTHER
     if LOCAL:
-        low = tl.maximum(start - window, 0) // BLOCK_S * BLOCK_S
-        high = tl.minimum(high, start + BLOCK_T + window)
-        full_low = tl.maximum(full_low, start + BLOCK_T - 1 - window)
+        low = tl.maximum(low, tl.maximum(start - window, 0) // OTHER * OTHER)
+        high = tl.minimum(high, start + BLOCK + window)
+        full_low = tl.maximum(full_low, start + BLOCK - 1 - window)
         full_high = tl.minimum(full_high, start + window + 1)
     if SEGMENTS:
         first = tl.load(ranges)
-        low = tl.maximum(low, first // BLOCK_S * BLOCK_S)
-        high = tl.minimum(high, tl.load(ranges + 1))
-        full_low = tl.maximum(full_low, tl.load(ranges + 2))
-        full_high = tl.minimum(full_high, tl.load(ranges + 3))
-    return low, high, full_low, full_high
-
-
-@triton.jit
-def query_range(
-    start, ranges, queries, window,
-    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
-    SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, PREFIX: tl.constexpr, LOCAL: tl.constexpr,
-):  # fmt: skip
-    """The queries that may attend to some key from `start` on, and to all; see `key_range`."""
-    low = 0
-    high = queries
-    full_low = 0
-    full_high = queries
-    if CAUSAL:
-        full_low = start + BLOCK_S - 1
-        if not PREFIX:
-            low = start // BLOCK_T * BLOCK_T
-    if LOCAL:
-        low = tl.maximum(low, tl.maximum(start - window, 0) // BLOCK_T * BLOCK_T)
-        high = tl.minimum(high, start + BLOCK_S + window)
-        full_low = tl.maximum(full_low, start + BLOCK_S - 1 - window)
-        full_high = tl.minimum(full_high, start + window + 1)
-    if SEGMENTS:
-        first = tl.load(ranges)
-        low = tl.maximum(low, first // BLOCK_T * BLOCK_T)
+        low = tl.maximum(low, first // OTHER * OTHER)
         high = tl.minimum(high, tl.load(ranges + 1))
         full_low = tl.maximum(full_low, tl.load(ranges + 2))
         full_high = tl.minimum(full_high, tl.load(ranges + 3))

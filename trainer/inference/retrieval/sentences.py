@@ -15,7 +15,7 @@ from torch import Tensor
 from data_pipeline.format.shards import Tokens
 from trainer.inference.hidden_states import TextEncoder
 from trainer.models.codecs.sentence_transformers import Pooling
-from trainer.models.pooling import pool, positions_at_a_time, splade
+from trainer.models.pooling import output_of, pool, positions_at_a_time
 from trainer.models.text_inputs import BATCH_TOKENS, batches
 from trainer.training.retrieval.search import block_of
 from trainer.training.weights.loading import load_weights
@@ -100,12 +100,9 @@ class SentenceEncoder:
         return torch.cat([self(group, batch_tokens).to_sparse() for group in groups])
 
     def _pooled(self, tokens: Sequence[Tokens]) -> Tensor:
-        if self.pooling.pool == "splade":
-            real, logits = self._encoder.logits(tokens)
-            return splade(logits, real)
-        layer = self._encoder.layers
-        real, states = self._encoder(tokens, {layer})
-        return pool(states[layer], real, self.pooling.pool)
+        how = self.pooling.pool
+        real, states = self._encoder.output(tokens, output_of(how, self._encoder.layers))
+        return pool(states, real, how)
 
     def warn_of_truncation(self, texts: int) -> None:
         """Logs how many of the texts since the last call were truncated, if any."""

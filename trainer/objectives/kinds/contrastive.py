@@ -299,7 +299,7 @@ class Contrastive(SentencePairs, OverBatch):
     def outputs(self, model: nn.Module, batch: Tensors) -> tuple[Tensor, Tensor | None]:
         """The embeddings [B, T, D], and the parameter of a learned temperature [1]."""
         found = model(Inputs.of(batch), self.needs)
-        pairs = self.pool_texts(found["embedding"], batch, self.config.pool)
+        pairs = self.pool_texts(found[self.predicts], batch, self.config.pool)
         return pairs, found.get("logit_scale")
 
     def split(self, table: Tensor) -> _Columns:

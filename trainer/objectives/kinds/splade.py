@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from samestep.errors import ConfigError
 from samestep.examples import Vocabulary
-from trainer.models.inputs import Inputs
-from trainer.models.pooling import Similarity, splade
+from trainer.models.pooling import Similarity
 from trainer.objectives import Loss, Task, Tensors
 from trainer.objectives.kinds import contrastive
 
@@ -94,12 +93,6 @@ class Splade(contrastive.Contrastive):
     predicts = "tokens"
     needs = frozenset({"tokens"})
     mean_names = (*contrastive.Contrastive.mean_names, *_VALUES)
-
-    def outputs(self, model: nn.Module, batch: Tensors) -> tuple[Tensor, None]:
-        """The embeddings of the texts of each row, float32 [B, T, V]; no temperature is learned."""
-        logits = model(Inputs.of(batch), self.needs)["tokens"]
-        number = torch.arange(1, self.texts + 1, device=logits.device)[:, None]
-        return splade(logits, batch["segments"][:, None, :] == number), None
 
     def over_batch(self, table: Tensor) -> Tensor:
         """The columns of `contrastive`, the regularizer's gradient included, after `_VALUES`."""

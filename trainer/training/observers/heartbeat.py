@@ -51,9 +51,9 @@ PARTS = {
     ("trainer.strategies", "Strategy.clip_grad_norm"): "optimizer",
     ("trainer.strategies", "Strategy.step"): "optimizer",
     ("trainer.accelerators.kinds.xla", "XlaAccelerator._compile"): "compilation",
-    ("trainer.training.preemption", "StopRequest.decide"): "waiting for the device",
     ("trainer.training.loop", "Trainer._log_training"): "logging",
     ("trainer.training.loop", "Trainer.evaluate"): "evaluation",
+    ("trainer.training.preemption", "StopRequest.decide"): "waiting for the device",
     ("trainer.training.loop", "Trainer.save"): "checkpoint",
     ("trainer.training.checkpoints", "Checkpoints.wait_for_snapshot"): "checkpoint",
     # Waits for the last save at the end of a run.

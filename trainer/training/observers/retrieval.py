@@ -23,7 +23,7 @@ from samestep.errors import ConfigError
 from trainer.models import ModelConfig
 from trainer.models.codecs.sentence_transformers import Pooling
 from trainer.models.inputs import Inputs
-from trainer.models.pooling import pool, positions_at_a_time, splade
+from trainer.models.pooling import output_of, pool, positions_at_a_time
 from trainer.models.text_inputs import (
     BATCH_TOKENS,
     Int64,
@@ -148,10 +148,10 @@ class RetrievalScores(Observer):
         if self._settings.prefix_lm:
             batch["prefix"] = real
         how = of_phase.pooling.pool
-        output = "tokens" if how == "splade" else f"layer.{self._settings.layers}"
+        output = output_of(how, self._settings.layers)
         with self._strategy.autocast():
             states = self._model(Inputs.of(batch), frozenset({output}))[output]
-        vectors = splade(states, real) if how == "splade" else pool(states.float(), real, how)
+        vectors = pool(states, real, how)
         return F.normalize(vectors) if of_phase.pooling.normalize else vectors
 
 

@@ -21,7 +21,7 @@ from samestep.config import Kinds, Tree, decode
 from samestep.errors import CheckpointError, ConfigError
 from samestep.storage.urls import is_hub_path
 from trainer.checkpoint import files, huggingface, integrity, manager
-from trainer.checkpoint.collective import gather, raise_on_all_ranks
+from trainer.checkpoint.collective import gather, on_first_rank, raise_on_all_ranks
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.holding import Hold
 from trainer.checkpoint.layout import StoredTensors
@@ -289,11 +289,7 @@ def objective_of(config: Tree, step: int) -> Tree:
 
 def shared_identity(weights: Weights, rank: int, world_size: int) -> str:
     """Returns `Weights.identity` on all ranks; the first computes it. Collective."""
-    own = ""
-    with raise_on_all_ranks(world_size):
-        if rank == 0:
-            own = weights.identity()
-    return gather(own, world_size)[0]
+    return on_first_rank(weights.identity, rank, world_size)
 
 
 def base_of(weights: Weights, rank: int = 0, world_size: int = 1) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,7 +16,7 @@ import yaml
 
 from samestep.storage.hub import name_and_revision
 from samestep.untrusted import read_regular
-from trainer.checkpoint.collective import gather, raise_on_all_ranks
+from trainer.checkpoint.collective import on_first_rank
 from trainer.checkpoint.meta import read_meta
 from trainer.training.weights.loading import Weights
 from trainer.training.weights.places import is_step
@@ -40,11 +41,7 @@ _MOST_VALUES = 512  # of one entry: languages of a multilingual model
 
 def shared_terms(weights: Weights, rank: int, world_size: int) -> Terms:
     """Returns `terms_of` on all ranks; the first reads them. Collective."""
-    own: Terms = {}
-    with raise_on_all_ranks(world_size):
-        if rank == 0:
-            own = terms_of(weights)
-    return gather(own, world_size)[0]
+    return on_first_rank(partial(terms_of, weights), rank, world_size)
 
 
 def terms_of(weights: Weights) -> Terms:
